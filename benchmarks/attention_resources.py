@@ -86,7 +86,7 @@ def _usage(cubin: bytes) -> str:
 def head_widths(model: str) -> list[tuple[int, int]]:
     """(heads, width of a head) of a PerViT, each once."""
     from pipeline.models import create_model
-    from pipeline.models.pervit.attention import PeripheralAttention
+    from pipeline.models.pervit.model import PeripheralAttention
 
     with torch.device("meta"):
         modules = create_model(model).modules()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.models import create_model
-from pipeline.models.pervit.attention import PeripheralAttention
+from pipeline.models.pervit.model import PeripheralAttention
 from pipeline.models.pervit.position import FirstProjection
 
 

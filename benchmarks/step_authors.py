@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.pervit.attention import PeripheralAttention
-from pipeline.models.pervit.model import ConvStem, PerViT
+from pipeline.models.pervit.model import ConvStem, PeripheralAttention, PerViT
 from pipeline.models.pervit.position import NORM_EPS, PeripheralPosition, position_distances
 
 

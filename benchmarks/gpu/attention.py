@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.common import MODELS, Context, PeakMemory, Rows, Values, has_module, interleaved, reason
 from pipeline.models import create_model
-from pipeline.models.pervit.attention import PeripheralAttention
+from pipeline.models.pervit.model import PeripheralAttention
 
 Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, heads, N, head_dim), log_phi (heads, N, N) -> as q
 if has_module("pipeline.kernels"):

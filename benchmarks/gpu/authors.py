@@ -81,7 +81,7 @@ def authors_model(model: Any) -> Any:
         from benchmarks.step_authors import authors_form
     except ImportError:  # code from before benchmarks/step.py
         from benchmarks import peripheral_attention as published
-        from pipeline.models.pervit.attention import PeripheralAttention
+        from pipeline.models.pervit.model import PeripheralAttention
         from pipeline.models.pervit.position import FirstProjection
 
         for module in model.modules():

@@ -24,8 +24,7 @@ from pipeline.analysis.style import layer_plot, layer_plots, numbers
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import patch_grid
 from pipeline.models.convit import ConViT
-from pipeline.models.deit import DeiT
-from pipeline.models.deit3 import DeiT3
+from pipeline.models.deit import DeiT, DeiT3
 from pipeline.models.pervit.model import PerViT
 
 if TYPE_CHECKING:

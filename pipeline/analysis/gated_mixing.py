@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.measures import mean_attention_distance, query_key_distances
-from pipeline.models.common.layers import relative_index
+from pipeline.models.common.windows import relative_index
 from pipeline.models.gated_mlp.gating import GatingUnit
 from pipeline.models.gated_mlp.gmlp import GMLP, PATCH
 from pipeline.models.gated_mlp.posmlp import PosMLP

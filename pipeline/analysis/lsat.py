@@ -20,11 +20,10 @@ from pipeline.analysis.chapter import Chapter, Example, Findings, Plot, Request,
 from pipeline.analysis.maps import ATTENTION, map_figure, mark_query, overlay_grid
 from pipeline.analysis.measures import Collector, distances_between, places, query_key_distances
 from pipeline.analysis.style import layer_plot, new_figure, numbers
-from pipeline.models.common.layers import to_windows
 from pipeline.models.common.probe import observed
-from pipeline.models.lsat.blocks import AnyBlock
-from pipeline.models.lsat.model import LSAT
-from pipeline.models.lsat.shifts import Shift, ShiftEmbedding, grid_side
+from pipeline.models.common.windows import Tiling
+from pipeline.models.lsat.blocks import Shift, ShiftEmbedding
+from pipeline.models.lsat.model import LSAT, AnyBlock, grid_side
 from pipeline.models.lsat.table6 import KEY_VALUE_STRIDE, CvTBlock, SwinBlock
 
 if TYPE_CHECKING:
@@ -43,9 +42,9 @@ def pair_distances(block: AnyBlock, grid: Grid, device: torch.device | None = No
         distances (groups, L, S) float64; queries (groups, L) bool, False for the padding of Swin's windows.
     """
     if isinstance(block, SwinBlock):
-        rows, columns = (-(-size // block.window) * block.window for size in grid)
-        tokens = places(rows, columns, device).unflatten(0, (1, rows, columns))
-        windows = to_windows(tokens, block.window, block.shift)[0]  # (windows, N, 2)
+        padded = Tiling(grid, block.window).padded
+        tokens = places(*padded, device).unflatten(0, (1, *padded))
+        windows = Tiling(padded, block.window, (block.shift, block.shift)).split(tokens)[0]  # (windows, N, 2)
         inside = (windows < torch.tensor(grid, device=device)).all(-1)  # (windows, N)
         return distances_between(windows, windows), inside
     if isinstance(block, CvTBlock):

@@ -20,7 +20,7 @@ from pipeline.analysis.maps import map_figure
 from pipeline.analysis.pervit import PHI, PeripheralChapter
 from pipeline.analysis.style import numbers
 from pipeline.models.common.vit import SelfAttention
-from pipeline.models.pervit.attention import PeripheralAttention
+from pipeline.models.pervit.model import PeripheralAttention
 from pipeline.models.pervit.position import DistanceScales, PeripheralPosition, position_distances
 
 TAPS = [(row, column) for row in range(3) for column in range(3)]  # of a 3x3 kernel; a head each

@@ -26,16 +26,7 @@ def suits_chunks(qkv: Tensor, bias: Tensor | None) -> bool:
 
 
 def attention_in_chunks(qkv: Tensor, heads: int, bias: Tensor) -> Tensor:
-    """softmax(q kᵀ / sqrt(head_dim) + bias) v on a CPU.
-
-    Args:
-        qkv: (B, N, 3 * width), queries, keys and values of all heads.
-        heads: a divisor of the width.
-        bias: (heads, N, N), added to the scores of every image.
-
-    Returns:
-        (B, N, width).
-    """
+    """softmax(q kᵀ / sqrt(head_dim) + bias) v: qkv (B, N, 3 * width), bias (heads, N, N) for every image -> (B, N, width)."""
     out: Tensor = _InChunks.apply(qkv, bias, heads)
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -53,16 +54,11 @@ def peripheral_attention(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor | None
 
 
 def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, alignment: int | None = None) -> Tensor:
-    """softmax(q kᵀ / sqrt(head_dim) + bias) v with PyTorch's fused attention.
+    """:func:`peripheral_attention` with PyTorch's fused attention, for which the bias is cast to ``q``'s dtype.
 
     Args:
-        q, k, v: (B, heads, N, head_dim).
-        bias: (heads, N, N), added to the scores of every image; cast to ``q``'s dtype. None: no bias.
         alignment: zero-pad head_dim to a multiple of this, which changes neither the scores nor the columns that are kept.
             Default: 8 on CUDA, where other sizes cannot use the fused kernels, else 1.
-
-    Returns:
-        (B, heads, N, head_dim).
     """
     head_dim = q.shape[-1]
     if alignment is None:
@@ -100,28 +96,21 @@ def uses_triton(q: Tensor) -> bool:
     return not obstacle
 
 
-_obstacles: dict[tuple[str, int], tuple[str, str]] = {}
-
-
 @torch.compiler.assume_constant_result  # a compiled model contains the chosen form alone
 def _obstacle(device: str, index: int) -> tuple[str, str]:
-    """Why the kernels cannot run on a device, and what helps; two empty strings if they can. Looked at once per process."""
-    key = (device, index)
-    if key not in _obstacles:
-        _obstacles[key] = _find_obstacle(device, index)
-    return _obstacles[key]
+    """Why the kernels cannot run on a device, and what helps; two empty strings if they can."""
+    return _find_obstacle(device, index)
 
 
+@cache  # looked at once per process; not part of _obstacle, as a compiler ignores caches
 def _find_obstacle(device: str, index: int) -> tuple[str, str]:
     if device == "cuda":
         if torch.version.cuda is None or not torch.cuda.is_available():
             return "PyTorch has no NVIDIA GPU here", f"unset {SWITCH}"
         found = torch.cuda.get_device_capability(index)
         if found < CAPABILITY:
-            return (
-                f"the GPU has compute capability {found[0]}.{found[1]}, not {CAPABILITY[0]}.{CAPABILITY[1]}",
-                f"unset {SWITCH}",
-            )
+            least = f"{CAPABILITY[0]}.{CAPABILITY[1]}"
+            return f"the GPU has compute capability {found[0]}.{found[1]}, not {least}", f"unset {SWITCH}"
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -45,11 +45,7 @@ def overview() -> str:
 
 
 def details(name: str) -> str:
-    """Description, paper, parameter count and switches of one model.
-
-    Raises:
-        UserError: unknown name.
-    """
+    """Description, paper, parameter count and switches of one model."""
     entry = models.model_entry(name)
     top1 = "" if entry.paper_top1 is None else f"; the paper's top-1 is {entry.paper_top1} %"
     lines = [
@@ -61,17 +57,16 @@ def details(name: str) -> str:
         from pipeline.models.timm_network import arguments_of  # imported late: timm is an extra
 
         lines += ["", "Switches, set with model.switches.NAME=VALUE, are arguments of timm.create_model:"]
-        return "\n".join(lines + [f"  {switch}{_default_text(value)}" for switch, value in arguments_of(name).items()])
+        for switch, value in arguments_of(name).items():  # some defaults are classes or functions of timm's, or missing
+            lines.append(
+                f"  {switch} = {value!r}" if isinstance(value, bool | int | float | str | tuple | NoneType) else f"  {switch}"
+            )
+        return "\n".join(lines)
     fields = entry.switches.model_fields
     lines += ["", "Switches, set with model.switches.NAME=VALUE:" if fields else "No switches."]
     for switch, field in fields.items():
         lines += [f"  {switch} = {json.dumps(field.default)}    ({type_text(field.annotation)})", f"      {field.description}"]
     return "\n".join(lines)
-
-
-def _default_text(value: Any) -> str:
-    """`` = VALUE`` for a default in Python's notation; nothing for one that is a class or function of timm's, or missing."""
-    return f" = {value!r}" if isinstance(value, bool | int | float | str | tuple | NoneType) else ""
 
 
 def type_text(annotation: Any) -> str:

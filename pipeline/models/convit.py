@@ -13,23 +13,21 @@ of Eq. 5 their softmax peaks at a fixed offset per head, so that a layer with h 
 from __future__ import annotations
 
 from math import isqrt
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from pipeline.config import Positive, section_from_dict
+from pipeline.config import Positive
 from pipeline.kernels import peripheral_attention
-from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scales_of_block, settle
+from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scales_of_block
 from pipeline.models.common.layers import ModuleList, constant_table
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import (
     REFERENCE_NAMES,
     Block,
     ClassTokenModel,
-    PatchEmbedding,
     PositionEmbedding,
     SelfAttention,
     ViTLayout,
@@ -43,11 +41,8 @@ from pipeline.models.entry import register
 
 @constant_table
 def relative_positions(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Offsets from every query to every key, in patches (r of Eq. 5).
-
-    Returns:
-        (N, N, 3), N = rows * columns in row-major order: [q, k] = (dx, dy, dx² + dy²) with dx = x_k - x_q, dy = y_k - y_q.
-    """
+    """Offsets from every query to every key, in patches (r of Eq. 5): (N, N, 3), N = rows * columns in row-major order, with
+    [q, k] = (dx, dy, dx² + dy²), dx = x_k - x_q, dy = y_k - y_q."""
     y, x = (axis.flatten() for axis in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))  # (N,)
     dx, dy = x[None, :] - x[:, None], y[None, :] - y[:, None]  # (N, N)
     return torch.stack([dx, dy, dx**2 + dy**2], dim=-1).to(device, dtype)
@@ -82,8 +77,7 @@ class PositionalSelfAttention(nn.Module):
         side = isqrt(self.heads)
         for head in range(side**2):
             dx, dy = head // side - (side - 1) / 2, head % side - (side - 1) / 2
-            weights = torch.tensor([2 * dx, 2 * dy, -1.0])
-            self.position_projection.weight[head] = locality_strength * weights
+            self.position_projection.weight[head] = locality_strength * torch.tensor([2 * dx, 2 * dy, -1.0])
 
     def position_scores(self, offsets: Tensor) -> Tensor:
         """(N, N, 3) -> (heads, N, N), the same for all images.
@@ -108,11 +102,10 @@ class PositionalSelfAttention(nn.Module):
 class GatedPositionalSelfAttention(PositionalSelfAttention):
     """GPSA: (1 - s) softmax(q kᵀ / sqrt(head_dim)) v + s softmax(position scores) v, with s = σ(λ) per head (Eq. 6 and 7).
 
-    A sum of two softmaxes is not a softmax, so fused attention cannot compute it directly; the two terms are computed
-    separately. The first is fused attention. The second has one (N, N) matrix per head for the whole batch, and these are the
-    only (N, N) matrices kept for the backward pass: a factor B fewer than the attention maps of B images. The cost is a second
-    product with v: 2 % more multiply-accumulates for ConViT-B, 6 % for ConViT-Ti. The normalization of Eq. 6 is omitted because
-    the rows of both terms, and so of their weighted sum, add up to 1.
+    A sum of two softmaxes is not a softmax, so the terms are computed separately. The first is fused attention. The second has one
+    (N, N) matrix per head for the whole batch, the only ones kept for the backward pass: a factor B fewer than the attention maps of
+    B images. The cost is a second product with v: 2 % more multiply-accumulates for ConViT-B, 6 % for ConViT-Ti. The normalization
+    of Eq. 6 is omitted because the rows of both terms, and so of their weighted sum, add up to 1.
 
     Probes: ``attention`` (B, heads, N, N); ``position`` (heads, N, N); ``gate`` (heads,), s as applied.
 
@@ -187,12 +180,12 @@ class ConViT(ClassTokenModel):
     """Vision transformer with soft convolutional inductive biases.
 
     Probes: ``attention`` of every layer; ``position`` and ``gate`` of GPSA layers, which have no class token. Shapes: see
-    :class:`~pipeline.models.convit.GatedPositionalSelfAttention`.
+    :class:`GatedPositionalSelfAttention`.
 
     Args:
         layout: heads and width. A square number of heads lets the convolutional initialization use all of them.
-        options: see :class:`ModelOptions`. ``image_size``: a multiple of 16; ``forward`` takes no other size, because of the position
-            embedding, but in the feature form.
+        options: ``image_size``: a multiple of 16; ``forward`` takes no other size, because of the position embedding, except in
+            the feature form.
 
     Raises:
         UserError: ``image_size`` is not a multiple of 16.
@@ -205,35 +198,16 @@ class ConViT(ClassTokenModel):
     )
     switches: ConViTSwitches
     reference_switches = frozenset(ConViTSwitches.model_fields) - {"positional_gating"}
+    position_embedding: PositionEmbedding
 
-    def __init__(self, layout: ViTLayout, **options: Unpack[ModelOptions]) -> None:
-        settings, switches = settle(options, ConViTSwitches)
-        super().__init__(linear_drop_path(settings.drop_path, layout.depth), settings.activation_checkpointing, switches)
-        width = layout.width
+    def __init__(self, layout: ViTLayout, switches: ConViTSwitches | None = None, **options: Any) -> None:
+        switches, settings = switches or ConViTSwitches(), ModelOptions(**options)
+        rates = linear_drop_path(settings.drop_path, layout.depth)
+        position = PositionEmbedding(settings.image_size, 0, layout.width, switches.mask_position_embedding)
+        super().__init__(layout, switches, settings, rates, position)
         self.gpsa_layers = switches.gpsa_layers
-        self.position_embedding = PositionEmbedding(settings.image_size, 0, width, switches.mask_position_embedding)
-        self.patch_embedding = PatchEmbedding(width)
-        self.class_token = nn.Parameter(torch.empty(1, 1, width))
         self.blocks = ModuleList(_block(layout, switches, layer) for layer in range(layout.depth))
-        self.add_classifier(width, settings.num_classes)
-        self.mask_attention_at_test(switches.mask_content_layers, switches.mask_position_layers)
-
-    def mask_attention_at_test(self, content_layers: int = 0, position_layers: int = 0) -> None:
-        """Set the switches ``mask_content_layers`` and ``mask_position_layers`` of an existing model.
-
-        Args:
-            content_layers: number of leading GPSA layers that attend by position only.
-            position_layers: number of leading GPSA layers that attend by content only. At most one of the two is nonzero;
-                (0, 0) removes the masks.
-
-        Raises:
-            UserError: both are nonzero, there are fewer GPSA layers, or the layers have no gates.
-        """
-        masks = {"mask_content_layers": content_layers, "mask_position_layers": position_layers}
-        self.switches = section_from_dict(ConViTSwitches, self.switches.model_dump() | masks, key="model.switches")
-        for layer, block in enumerate(self.blocks[: self.gpsa_layers]):
-            if isinstance(block.attn, GatedPositionalSelfAttention):
-                block.attn.test_gate = 1.0 if layer < content_layers else 0.0 if layer < position_layers else None
+        self.add_classifier(settings.num_classes)
 
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
         grid = patch_grid(*images.shape[-2:])
@@ -242,21 +216,25 @@ class ConViT(ClassTokenModel):
         scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
         for i, block in enumerate(self.blocks):
             if i == self.gpsa_layers:
-                x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)  # (B, N + 1, width) from here on
+                x = self.with_class_token(x)  # (B, N + 1, width) from here on
             x = self.run_block(block, x, scales_of_block(scales, i), offsets if i < self.gpsa_layers else None)
         return x
 
 
 def _block(layout: ViTLayout, switches: ConViTSwitches, layer: int) -> Block:
     if layer >= switches.gpsa_layers:
-        return Block(layout.width, SelfAttention(layout.width, layout.heads, qkv_bias=False), layout.mlp_ratio)
-    kind = GatedPositionalSelfAttention if switches.positional_gating else PositionalSelfAttention
-    attention = kind(layout.width, layout.heads)
-    block = Block(layout.width, attention, layout.mlp_ratio)
+        return Block(SelfAttention(layout.width, layout.heads, qkv_bias=False), layout)
+    attention = (GatedPositionalSelfAttention if switches.positional_gating else PositionalSelfAttention)(
+        layout.width, layout.heads
+    )
+    block = Block(attention, layout)
     if switches.conv_init:
         attention.init_convolution(switches.locality_strength)
-    if isinstance(attention, GatedPositionalSelfAttention) and not switches.train_gating:
-        nn.init.zeros_(attention.gating).requires_grad_(False)
+    if isinstance(attention, GatedPositionalSelfAttention):
+        if not switches.train_gating:
+            nn.init.zeros_(attention.gating).requires_grad_(False)
+        if layer < max(switches.mask_content_layers, switches.mask_position_layers):
+            attention.test_gate = 1.0 if switches.mask_content_layers else 0.0
     if not switches.train_gpsa:
         attention.requires_grad_(False)
     return block
@@ -266,12 +244,10 @@ register(
     ConViT,
     ConViTSwitches,
     "ConViT (ICML 2021), Table 1",
-    {
-        "convit_ti": (ViTLayout(4, 192), "ConViT Tiny, 4 heads", 6, 1, 73.1),
-        "convit_ti_plus": (ViTLayout(4, 256), "ConViT Tiny+, 4 heads", 10, 2, 76.7),
-        "convit_s": (ViTLayout(9, 432), "ConViT Small, 9 heads", 27, 5.4, 81.3),
-        "convit_s_plus": (ViTLayout(9, 576), "ConViT Small+, 9 heads", 48, 10, 82.2),
-        "convit_b": (ViTLayout(16, 768), "ConViT Base, 16 heads", 86, 17, 82.4),
-        "convit_b_plus": (ViTLayout(16, 1024), "ConViT Base+, 16 heads", 152, 30, 82.5),
-    },
+    convit_ti=(ViTLayout(4, 192), "ConViT Tiny, 4 heads", 6, 1, 73.1),
+    convit_ti_plus=(ViTLayout(4, 256), "ConViT Tiny+, 4 heads", 10, 2, 76.7),
+    convit_s=(ViTLayout(9, 432), "ConViT Small, 9 heads", 27, 5.4, 81.3),
+    convit_s_plus=(ViTLayout(9, 576), "ConViT Small+, 9 heads", 48, 10, 82.2),
+    convit_b=(ViTLayout(16, 768), "ConViT Base, 16 heads", 86, 17, 82.4),
+    convit_b_plus=(ViTLayout(16, 1024), "ConViT Base+, 16 heads", 152, 30, 82.5),
 )

@@ -1,33 +1,33 @@
-"""DeiT (Touvron et al., "Training data-efficient image transformers & distillation through attention", ICML 2021).
+"""DeiT (Touvron et al., "Training data-efficient image transformers & distillation through attention", ICML 2021) and DeiT III
+(Touvron et al., "DeiT III: Revenge of the ViT", ECCV 2022). ``load_reference_state_dict`` loads the authors' published weights.
 
-The plain vision transformer that ConViT and PerViT are compared with: 16x16 patches, a class token, learned position
-embeddings. The "+" models are those of ConViT's Table 1, with ConViT's numbers of heads and 64 channels per head.
-``load_reference_state_dict`` loads the authors' published weights.
+DeiT is the plain vision transformer that ConViT and PerViT are compared with: 16x16 patches, a class token, learned position
+embeddings. The "+" models are those of ConViT's Table 1, with ConViT's numbers of heads and 64 channels per head. There is no
+separate distilled model: hard distillation supervises the class token's output (:mod:`pipeline.inference.teacher`).
 
-There is no separate distilled model: hard distillation supervises the class token's output (:mod:`pipeline.inference.teacher`).
+DeiT III differs from it in three places: each residual branch is multiplied by learned factors per channel (LayerScale; Touvron
+et al., "Going deeper with image transformers", ICCV 2021, Eq. 5), the class token has no position embedding, and stochastic depth
+has the same rate in every block.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import Unpack
 
-from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scales_of_block, settle
+from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scale_branch, scales_of_block
 from pipeline.models.common.irpe import RelativeSelfAttention
 from pipeline.models.common.layers import ModuleList
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import (
-    PATCH,
     REFERENCE_NAMES,
     Block,
     ClassTokenModel,
-    PatchEmbedding,
     PositionEmbedding,
     SelfAttention,
     ViTLayout,
@@ -99,7 +99,7 @@ class DeiT(ClassTokenModel, PhiModel):
 
     Args:
         layout: heads and width.
-        options: see :class:`ModelOptions`. ``image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding. With
+        options: ``image_size``: a multiple of 16; ``forward`` takes no other size, because of the position embedding. With
             ``conditional_position``, and in the feature form, it takes any, also images that are not square.
 
     Raises:
@@ -111,27 +111,23 @@ class DeiT(ClassTokenModel, PhiModel):
     reference_switches = frozenset({"mask_position_embedding", "relative_position"})
     leading_tokens = 1
 
-    def __init__(self, layout: ViTLayout, **options: Unpack[ModelOptions]) -> None:
-        settings, switches = settle(options, DeiTSwitches)
-        super().__init__(linear_drop_path(settings.drop_path, layout.depth), settings.activation_checkpointing, switches)
-        width, image_size = layout.width, settings.image_size
-        if switches.conditional_position:
-            patch_grid(image_size, image_size)  # raises for a size that no patches fit
-        else:
-            self.position_embedding = PositionEmbedding(image_size, 1, width, switches.mask_position_embedding)
-        self.patch_embedding = PatchEmbedding(width)
-        self.class_token = nn.Parameter(torch.empty(1, 1, width))
+    def __init__(self, layout: ViTLayout, switches: DeiTSwitches | None = None, **options: Any) -> None:
+        switches, settings = switches or DeiTSwitches(), ModelOptions(**options)
+        rates = linear_drop_path(settings.drop_path, layout.depth)
+        side, _ = patch_grid(settings.image_size, settings.image_size)
+        position = None
+        if not switches.conditional_position:
+            position = PositionEmbedding(settings.image_size, 1, layout.width, switches.mask_position_embedding)
+        super().__init__(layout, switches, settings, rates, position)
         self.relative_position = switches.relative_position
         attention = RelativeSelfAttention if self.relative_position else SelfAttention
-        self.blocks = ModuleList(
-            Block(width, attention(width, layout.heads, qkv_bias=True), layout.mlp_ratio) for _ in range(layout.depth)
-        )
-        self.position_generators = ModuleList(PositionGenerator(width) for _ in range(switches.conditional_position))
+        self.blocks = ModuleList(Block(attention(layout.width, layout.heads), layout) for _ in range(layout.depth))
+        self.position_generators = ModuleList(PositionGenerator(layout.width) for _ in range(switches.conditional_position))
         if switches.peripheral_position:
-            self.add_phi_inputs(layout.heads, image_size // PATCH, PhiDesign())
+            self.add_phi_inputs(layout.heads, side, PhiDesign())
             for layer, block in enumerate(self.blocks):
                 block.position = PeripheralPosition(layout.heads, layer, layout.depth)  # called by PhiModel, once per step
-        self.add_classifier(width, settings.num_classes)
+        self.add_classifier(settings.num_classes)
 
     def no_weight_decay(self) -> set[str]:
         """Also the generators of CPVT, as in their authors' Twins; iRPE's tables are decayed, as in its authors' code."""
@@ -145,22 +141,17 @@ class DeiT(ClassTokenModel, PhiModel):
 
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
         grid = patch_grid(*images.shape[-2:])
-        patches = self.patch_embedding(images)  # (B, N, width)
-        x = torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)  # (B, N + 1, width)
-        if hasattr(self, "position_embedding"):
+        x = self.with_class_token(self.patch_embedding(images))  # (B, N + 1, width)
+        if self.position_embedding is not None:
             x = self.position_embedding(x, grid)
         scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
-            x = self.run_block(block, x, scales_of_block(scales, i), self._position(log_phi, grid))
+            # What the block's attention is told of positions.
+            position = _with_class_token(log_phi) if log_phi is not None else grid if self.relative_position else None
+            x = self.run_block(block, x, scales_of_block(scales, i), position)
             if i < len(self.position_generators):
                 x = self.position_generators[i](x, grid)
         return x
-
-    def _position(self, log_phi: Tensor | None, grid: tuple[int, int]) -> Tensor | tuple[int, int] | None:
-        """What a block's attention is told of positions."""
-        if log_phi is not None:
-            return _with_class_token(log_phi)
-        return grid if self.relative_position else None
 
 
 def _with_class_token(log_phi: Tensor) -> Tensor:
@@ -169,23 +160,87 @@ def _with_class_token(log_phi: Tensor) -> Tensor:
     return F.pad(log_phi, (1, 0, 1, 0))
 
 
+class DeiT3Switches(Switches):
+    """What DeiT III adds to a plain ViT."""
+
+    layer_scale: Annotated[float, Field(gt=0, le=1)] | None = 1e-4
+    """Initial value of LayerScale's factors; null: no LayerScale."""
+
+
+class ScaledBlock(Block):
+    """A transformer block with LayerScale: each branch times a vector of factors, all of which begin with ``initial``."""
+
+    def __init__(self, attention: nn.Module, layout: ViTLayout, initial: float) -> None:
+        super().__init__(attention, layout)
+        self.layer_scale1 = nn.Parameter(torch.full((layout.width,), initial))
+        self.layer_scale2 = nn.Parameter(torch.full((layout.width,), initial))
+
+    def forward(self, x: Tensor, branch_scales: Tensor | None, position: Any = None) -> Tensor:
+        x = x + scale_branch(self.layer_scale1 * self.attn(self.norm1(x), position), branch_scales, 0)
+        return x + scale_branch(self.layer_scale2 * self.mlp(self.norm2(x)), branch_scales, 1)
+
+
+class DeiT3(ClassTokenModel):
+    """DeiT III. Probes of every layer: ``attention`` and ``phi_c``, (B, heads, N + 1, N + 1) each, class token first.
+
+    Args:
+        layout: heads and width.
+        options: ``image_size``: a multiple of 16; ``forward`` takes no other size. In the feature form it takes any, also images
+            that are not square. ``drop_path``: of every block.
+
+    Raises:
+        UserError: ``image_size`` is not a multiple of 16.
+    """
+
+    reference_names = (
+        *REFERENCE_NAMES,
+        ("blocks.*.gamma_1", "blocks.*.layer_scale1"),
+        ("blocks.*.gamma_2", "blocks.*.layer_scale2"),
+    )
+    reference_switches = frozenset({"layer_scale"})
+    position_embedding: PositionEmbedding
+
+    def __init__(self, layout: ViTLayout, switches: DeiT3Switches | None = None, **options: Any) -> None:
+        switches, settings = switches or DeiT3Switches(), ModelOptions(**options)
+        rates = [settings.drop_path] * (2 * layout.depth)  # two branches per block
+        super().__init__(layout, switches, settings, rates, PositionEmbedding(settings.image_size, 0, layout.width))
+        attentions = (SelfAttention(layout.width, layout.heads) for _ in range(layout.depth))
+        initial = switches.layer_scale
+        self.blocks = ModuleList(
+            Block(attention, layout) if initial is None else ScaledBlock(attention, layout, initial) for attention in attentions
+        )
+        self.add_classifier(settings.num_classes)
+
+    def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
+        patches = self.position_embedding(self.patch_embedding(images), patch_grid(*images.shape[-2:]))  # (B, N, width)
+        x = self.with_class_token(patches)  # (B, N + 1, width)
+        scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
+        for i, block in enumerate(self.blocks):
+            x = self.run_block(block, x, scales_of_block(scales, i))
+        return x
+
+
 register(
     DeiT,
     DeiTSwitches,
     "Training data-efficient image transformers (ICML 2021), Table 1; figures of ConViT (ICML 2021), Table 1",
-    {
-        "deit_t": (ViTLayout(3, 192), "DeiT Tiny, 3 heads", 6, 1, 72.2),
-        "deit_s": (ViTLayout(6, 384), "DeiT Small, 6 heads", 22, 4.3, 79.8),
-        "deit_b": (ViTLayout(12, 768), "DeiT Base, 12 heads", 86, 17, 81.8),
-    },
+    deit_t=(ViTLayout(3, 192), "DeiT Tiny, 3 heads", 6, 1, 72.2),
+    deit_s=(ViTLayout(6, 384), "DeiT Small, 6 heads", 22, 4.3, 79.8),
+    deit_b=(ViTLayout(12, 768), "DeiT Base, 12 heads", 86, 17, 81.8),
 )
 register(
     DeiT,
     DeiTSwitches,
     "ConViT (ICML 2021), Table 1",
-    {
-        "deit_ti_plus": (ViTLayout(4, 256), "DeiT Tiny+, 4 heads", 10, 2, 75.9),
-        "deit_s_plus": (ViTLayout(9, 576), "DeiT Small+, 9 heads", 48, 10, 79.0),
-        "deit_b_plus": (ViTLayout(16, 1024), "DeiT Base+, 16 heads", 152, 30, 77.5),
-    },
+    deit_ti_plus=(ViTLayout(4, 256), "DeiT Tiny+, 4 heads", 10, 2, 75.9),
+    deit_s_plus=(ViTLayout(9, 576), "DeiT Small+, 9 heads", 48, 10, 79.0),
+    deit_b_plus=(ViTLayout(16, 1024), "DeiT Base+, 16 heads", 152, 30, 77.5),
+)
+register(
+    DeiT3,
+    DeiT3Switches,
+    "DeiT III: Revenge of the ViT (ECCV 2022); figures of the authors' model zoo",
+    deit3_s=(ViTLayout(6, 384), "DeiT III Small, 6 heads", 22.0, 4.6, 81.4),
+    deit3_m=(ViTLayout(8, 512), "DeiT III Medium, 8 heads", 38.8, 8.0, 83.0),
+    deit3_b=(ViTLayout(12, 768), "DeiT III Base, 12 heads", 86.6, 17.5, 83.8),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -24,14 +24,14 @@ TIMM_PREFIX = "timm:"
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model and its paper's figures.
+    """A model and its paper's figures, None where the paper has none.
 
     Attributes:
-        build: called with ``switches``, ``num_classes``, ``image_size``, ``drop_path`` and ``activation_checkpointing``.
+        build: called with ``switches`` and the fields of :class:`~pipeline.models.common.base.ModelOptions`.
         description: one line for the list of models.
         paper: with the table.
         switches: the family's ablations.
-        paper_params_m: millions; None, here and below: not in the paper.
+        paper_params_m: millions.
         paper_gmacs: 1e9 multiply-accumulates at the paper's image size.
         paper_top1: percent, on the paper's data set.
         image_size, num_classes: that the paper's figures are for.
@@ -55,20 +55,20 @@ Size = tuple[Any, str, float | None, float | None, float | None]
 
 
 def register(
-    family: Callable[..., VisionModel], switches: type[Switches], paper: str, sizes: Mapping[str, Size], **settings: int
+    family: Callable[..., VisionModel], switches: type[Switches], paper: str, data: tuple[int, int] = (224, 1000), **sizes: Size
 ) -> None:
     """Register the sizes of a family.
 
     Args:
-        family: called with a layout and with ``create_model``'s arguments.
+        family: called with a layout and with what ``build`` of :class:`ModelEntry` is.
         switches: the family's ablations.
         paper: with the table.
-        sizes: name -> (layout, one line for the list of models, the paper's parameters in millions, GMACs and top-1 in percent).
-        settings: ``image_size`` and ``num_classes`` that the paper's figures are for.
+        data: image size and number of classes that the paper's figures are for.
+        sizes: name = (layout, one line for the list of models, the paper's parameters in millions, GMACs and top-1 in percent).
     """
     for name, (layout, description, params_m, gmacs, top1) in sizes.items():
         build = partial(family, layout)
-        registered[name] = ModelEntry(name, build, description, paper, switches, params_m, gmacs, top1, **settings)
+        registered[name] = ModelEntry(name, build, description, paper, switches, params_m, gmacs, top1, *data)
 
 
 def is_timm(name: str) -> bool:

@@ -25,16 +25,13 @@ from torch import nn
 from pipeline.models.entry import is_timm
 from pipeline.models.registry import create_model, model_entry
 
-# Operators without matrix products. An operator that neither fvcore nor this list knows makes the count fail.
+# Operators without matrix products of which fvcore knows nothing. One that is not in this list either makes the count fail.
 _NO_PRODUCT = frozenset(
-    "add add_ sub sub_ rsub lerp mul mul_ div div_ neg pow sqrt exp log log_sigmoid sigmoid gelu relu relu_ silu tanh softmax sum mean "
-    "clone copy_ detach to type_as contiguous view reshape flatten unflatten transpose permute t unsqueeze squeeze expand expand_as "
-    "reciprocal repeat cat stack split chunk unbind select slice index gather pad constant_pad_nd constant full zeros ones zeros_like ones_like "
-    "empty eye arange linspace masked_fill where lt le gt ge eq ne clamp max min abs batch_norm layer_norm instance_norm group_norm "
-    "hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ silu_ sigmoid_ mish elu leaky_relu softplus erf sin cos "
-    "linalg_vector_norm norm std var pixel_shuffle pixel_unshuffle flip meshgrid index_select tile floor floor_divide remainder "
-    "dropout dropout_ roll max_pool2d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d feature_alpha_dropout "
-    "size numel".split()
+    "add add_ sub sub_ rsub lerp mul mul_ div div_ neg pow sqrt exp log log_sigmoid sigmoid gelu silu tanh softmax sum mean "
+    "clone unflatten expand_as reciprocal repeat pad constant ones_like eye linspace where lt le ne min abs hardswish "
+    "hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ silu_ sigmoid_ mish elu leaky_relu softplus erf sin cos "
+    "linalg_vector_norm norm std var pixel_shuffle pixel_unshuffle flip meshgrid index_select tile dropout_ max_pool2d "
+    "avg_pool2d adaptive_avg_pool1d feature_alpha_dropout numel".split()
 )
 
 
@@ -59,10 +56,8 @@ class FlopRow:
         """What there is to say about the count of a model of timm."""
         if self.gmacs_torch is None:
             return []
-        counts = f"fvcore counts {self.gmacs:.3f} GMACs, torch.utils.flop_counter {self.gmacs_torch:.3f}"
-        if not self.uncounted:
-            return [f"{self.name}: {counts}"]
-        return [f"note: {self.name}: {counts}; fvcore leaves out {', '.join(self.uncounted)}"]
+        counts = f"{self.name}: fvcore counts {self.gmacs:.3f} GMACs, torch.utils.flop_counter {self.gmacs_torch:.3f}"
+        return [f"note: {counts}; fvcore leaves out {', '.join(self.uncounted)}" if self.uncounted else counts]
 
     def training_flops_per_image(self, micro_batch_size: int) -> float:
         """Model FLOPs of one image's forward and backward pass: 2 per multiply-accumulate, the backward pass twice the forward.
@@ -73,10 +68,7 @@ class FlopRow:
 
 
 def count(
-    name: str,
-    image_size: int | None = None,
-    num_classes: int | None = None,
-    switches: Mapping[str, Any] = MappingProxyType({}),
+    name: str, image_size: int | None = None, num_classes: int | None = None, switches: Mapping[str, Any] = MappingProxyType({})
 ) -> FlopRow:
     """Count a model on one image; by default at the image size and with the number of classes of the model's paper.
 
@@ -165,11 +157,7 @@ MODULE_CONVENTION = {
 
 
 def _macs(model: nn.Module, image: torch.Tensor, handlers: Mapping[str, Callable] = MappingProxyType({})) -> float:
-    """Multiply-accumulates of one forward pass.
-
-    Raises:
-        RuntimeError: an unknown operator, which may contain matrix products.
-    """
+    """Multiply-accumulates of one forward pass; RuntimeError for an unknown operator."""
     total, unknown = _traced(model, image, handlers)
     if unknown:
         raise RuntimeError(

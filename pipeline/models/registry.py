@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 _FAMILIES = {  # module of this package -> the models that it registers: it is imported when one of them is asked for
     "convit": "convit_ti convit_ti_plus convit_s convit_s_plus convit_b convit_b_plus",
-    "deit": "deit_t deit_ti_plus deit_s deit_s_plus deit_b deit_b_plus",
-    "deit3": "deit3_s deit3_m deit3_b",
+    "deit": "deit_t deit_ti_plus deit_s deit_s_plus deit_b deit_b_plus deit3_s deit3_m deit3_b",
     "gated_mlp.gmlp": "gmlp_s",
     "gated_mlp.posmlp": "posmlp_t posmlp_s posmlp_b",
     "lsat.model": "lsat_t_32 lsat_s_32 lsat_b_32 lsat_t_224 lsat_s_224",
@@ -34,11 +33,7 @@ def list_models() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Check that there is a model of that name, one of ours or ``timm:NAME``, without importing any.
-
-    Raises:
-        UserError: unknown name.
-    """
+    """Raise a UserError unless there is a model of that name, one of ours or ``timm:NAME``; imports none."""
     if is_timm(name):
         check_timm_name(name)
         return
@@ -50,11 +45,7 @@ def check_name(name: str) -> None:
 
 
 def model_entry(name: str) -> ModelEntry:
-    """The registry entry of a model.
-
-    Raises:
-        UserError: unknown name.
-    """
+    """The registry entry of a model; UserError for an unknown name."""
     check_name(name)
     if is_timm(name):
         from pipeline.models.timm_classifier import timm_entry  # imported late: timm is an extra
@@ -90,12 +81,9 @@ def create_model(
 
     Args:
         name: one of :func:`list_models`, or ``timm:NAME``.
-        num_classes: outputs of the classifier.
-        image_size: side of the square input in pixels.
-        drop_path: stochastic depth rate of the last block.
-        activation_checkpointing: recompute blocks in the backward pass.
+        num_classes, image_size, drop_path, activation_checkpointing: see :class:`~pipeline.models.common.base.ModelOptions`.
         switches: ablation switches by name (fields of the family's ``Switches`` class); the others keep the paper's setting.
-        features: build the feature form (:func:`~pipeline.models.common.features.as_features`), without a classifier.
+        features: build the feature form (:func:`~pipeline.models.common.base.as_features`), without a classifier.
 
     Returns:
         The model, (B, 3, H, W) -> (B, num_classes); with ``features`` -> [(B, widths[i], H / strides[i], W / strides[i]), ...].
@@ -113,6 +101,6 @@ def create_model(
     )
     if not features:
         return model
-    from pipeline.models.common.features import as_features  # imported late: the list of models does not need PyTorch
+    from pipeline.models.common.base import as_features  # imported late: the list of models does not need PyTorch
 
     return as_features(model)

@@ -17,8 +17,7 @@ from pipeline.config import section_from_dict
 from pipeline.errors import UserError
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.gated_mlp.gmlp import GMLP, GMLPSwitches
-from pipeline.models.gated_mlp.posmlp import PosMLP
-from pipeline.models.gated_mlp.posmlp_layers import PosMLPSwitches
+from pipeline.models.gated_mlp.posmlp import PosMLP, PosMLPSwitches
 from support.analysed import draw_all, findings_of, names
 from support.golden import Golden
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from pipeline.analysis.lsat import LSATChapter, pair_distances, place_name
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.common.probe import recorded
+from pipeline.models.lsat.blocks import SHIFTS_32, roll
 from pipeline.models.lsat.model import LSAT, LSATLayout, LSATSwitches
-from pipeline.models.lsat.shifts import SHIFTS_32, roll
 from pipeline.models.lsat.table6 import SwinBlock
 from support.analysed import draw_all, findings_of, names
 from support.golden import Golden, make_input

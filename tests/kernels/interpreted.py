@@ -16,7 +16,7 @@ from pipeline.kernels.peripheral import biased_attention
 from pipeline.models import create_model, flops, load_reference_state_dict
 from pipeline.models.common.vit import SelfAttention
 from pipeline.models.convit import PositionalSelfAttention, relative_positions
-from pipeline.models.pervit.attention import PeripheralAttention
+from pipeline.models.pervit.model import PeripheralAttention
 from support.attention import errors, random_case
 from support.golden import RULES, Golden, assert_close, make_input
 

@@ -49,7 +49,7 @@ def test_a_gpu_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a traceback where the kernels cannot run, and against a silent fallback where they are asked for."""
     with FakeTensorMode():
         q = torch.empty(2, 3, 5, 8, device="cuda")
-    monkeypatch.setattr(peripheral, "_obstacles", {})
+    peripheral._find_obstacle.cache_clear()
     assert not peripheral.uses_triton(q)
     monkeypatch.setattr(peripheral, "_ASKED", peripheral.TRITON)
     with pytest.raises(

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from pipeline.errors import UserError
 from pipeline.models import create_model, model_entry
 from pipeline.models.common.vit import ViTLayout
-from pipeline.models.deit3 import DeiT3, DeiT3Switches
+from pipeline.models.deit import DeiT3, DeiT3Switches
 from pipeline.models.weights.reference_names import load_reference_state_dict, reference_state_dict
 from pipeline.models.weights.transfer import load_pretrained
 

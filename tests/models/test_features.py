@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from pipeline.errors import UserError
 from pipeline.models import as_features, create_model
 from pipeline.models.common.base import VisionModel
-from pipeline.models.common.features import resample_grid
+from pipeline.models.common.layers import resample_grid
 
 LAYOUTS = {  # model: image_size, strides, widths
     "pervit_t": (64, (16,), (280,)),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from examples.detection.train import command
 from pipeline.models.entry import register
-from pipeline.models.gated_mlp.posmlp import PosMLP
-from pipeline.models.gated_mlp.posmlp_layers import PosMLPSwitches
+from pipeline.models.gated_mlp.posmlp import PosMLP, PosMLPSwitches
 
 WIDTH = 32  # of 96: a ninth of PosMLP-T's parameters
 
-register(PosMLP, PosMLPSwitches, "none", {"posmlp_narrow": (WIDTH, "PosMLP of width 32", None, None, None)})
+register(PosMLP, PosMLPSwitches, "none", posmlp_narrow=(WIDTH, "PosMLP of width 32", None, None, None))
 
 if __name__ == "__main__":
     command()

@@ -8,8 +8,8 @@ from pipeline.models.convit import ConViT, ConViTSwitches
 from pipeline.models.deit import DeiT
 from pipeline.models.gated_mlp.gmlp import GMLP
 from pipeline.models.gated_mlp.posmlp import PosMLP, PosMLPSwitches
+from pipeline.models.lsat.blocks import SHIFTS_32, SHIFTS_224
 from pipeline.models.lsat.model import LSAT, LSATLayout
-from pipeline.models.lsat.shifts import SHIFTS_32, SHIFTS_224
 from pipeline.models.pervit.model import PerViT, PerViTLayout
 from support import parity
 

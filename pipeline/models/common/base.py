@@ -3,63 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config import Section
-from pipeline.errors import UserError
-from pipeline.models.common.features import FeatureSource
-from pipeline.models.common.layers import drop_path_scales
+from pipeline.models.common.layers import PATCH
 
 
 class Switches(Section):
     """Base of a family's ablation switches (``model.switches`` in a config). The defaults are the paper's model."""
 
 
-AnySwitches = TypeVar("AnySwitches", bound=Switches)
+class ModelOptions(NamedTuple):
+    """Arguments of every family's model, beside its layout and switches."""
+
+    num_classes: int = 1000  # outputs of the classifier
+    image_size: int = 224  # side of the square input in pixels
+    drop_path: float = 0.0  # stochastic depth rate, of the last block where rates grow with the depth
+    activation_checkpointing: bool = False  # recompute each block in the backward pass
 
 
-class ModelOptions(TypedDict, total=False):
-    """Arguments of every family's model, beside its layout.
-
-    Attributes:
-        num_classes: outputs of the classifier.
-        image_size: side of the square input in pixels.
-        drop_path: stochastic depth rate, of the last block where rates grow with the depth.
-        activation_checkpointing: recompute each block in the backward pass.
-        switches: of the family's class; None: the published model.
-    """
-
-    num_classes: int
-    image_size: int
-    drop_path: float
-    activation_checkpointing: bool
-    switches: Any
-
-
-class ModelSettings(NamedTuple):
-    """:class:`ModelOptions` with defaults."""
-
-    num_classes: int = 1000
-    image_size: int = 224
-    drop_path: float = 0.0
-    activation_checkpointing: bool = False
-
-
-def settle(options: ModelOptions, switches: type[AnySwitches]) -> tuple[ModelSettings, AnySwitches]:
-    """The arguments of a family's model, complete. Args: switches: the family's class."""
-    given: dict[str, Any] = {**options}
-    chosen = given.pop("switches", None)
-    return ModelSettings(**given), switches() if chosen is None else chosen
-
-
-class VisionModel(FeatureSource):
+class VisionModel(nn.Module):
     """Base of all families. ``forward(images, noise=None)`` takes (B, 3, H, W) and returns a subclass's ``class_scores``,
-    (B, num_classes), or, after :func:`~pipeline.models.common.features.as_features`, its ``feature_maps``.
+    (B, num_classes), or, after :func:`as_features`, its ``feature_maps``.
 
     Args:
         drop_path_rates: probability of dropping each residual branch, in order of execution.
@@ -67,6 +37,7 @@ class VisionModel(FeatureSource):
         switches: the family's ablation switches.
 
     Attributes:
+        strides, widths: pixels per cell and channels of each feature map. Empty in a classifier.
         reference_names: (authors' name, our name) pairs, used in both directions. The first match applies; a name without a
             match is the same on both sides. ``*`` matches a number, a trailing dot makes the name a prefix.
         reference_switches: switches that do not affect the authors' parameter names: they change shapes only, or no parameter.
@@ -77,13 +48,18 @@ class VisionModel(FeatureSource):
         generator_seed: what the generator starts from in the next forward pass, for a model that draws from it; None: it goes on.
     """
 
+    strides: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
     reference_names: tuple[tuple[str, str], ...] = ()
     reference_switches: frozenset[str] = frozenset()
+    head_names: tuple[str, ...] = ("head.",)
     leading_tokens: int = 0
     draws_from_generator: bool = False
     generator_seed: int | None = None
     groups_phi: bool | None = None
     drop_path_rates: Tensor  # (branches,), a buffer
+    norm: nn.LayerNorm  # of the last feature map; every family has it
+    output_norms: nn.ModuleList  # of the maps before the last, in the feature form only
 
     def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool, switches: Switches) -> None:
         super().__init__()
@@ -97,17 +73,27 @@ class VisionModel(FeatureSource):
         """Class scores.
 
         Args:
-            images: (B, 3, H, W) of a size that the model takes.
+            images: (B, 3, H, W) of a size that the model takes; UserError for another.
             noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth and dropout; None: drawn from PyTorch's
                 generator. The training loop passes numbers that do not depend on the world size. Unused in eval mode.
 
         Returns:
             (B, num_classes).
-
-        Raises:
-            UserError: another size of images.
         """
         raise NotImplementedError
+
+    def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
+        """(B, 3, H, W) -> (B, widths[i], H / strides[i], W / strides[i]) for each i, sides rounded up; UserError unless they fit."""
+        raise NotImplementedError
+
+    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(strides, widths) of the feature maps; by default one, of patches of 16 x 16 pixels."""
+        return (PATCH,), tuple(self.norm.normalized_shape)
+
+    def normed_map(self, x: Tensor, level: int) -> Tensor:
+        """LayerNorm of map ``level``: (B, rows, columns, width) -> (B, width, rows, columns), in channels_last layout."""
+        norm = self.norm if level == len(self.widths) - 1 else self.output_norms[level]
+        return norm(x).permute(0, 3, 1, 2)
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Any:  # like the call of any nn.Module
         """``feature_maps`` in the feature form, otherwise ``class_scores``."""
@@ -151,7 +137,7 @@ class VisionModel(FeatureSource):
         return self, "class_scores"
 
     def prepared_weights(self, weights: Mapping[str, Tensor], source: str) -> Mapping[str, Tensor]:
-        """Weights that a file holds, before they are compared with the model's. Args: source: of them, for messages."""
+        """Weights of a file, before they are compared with the model's; ``source`` names it in messages."""
         return weights
 
     def remarks(self, mean: Sequence[float], std: Sequence[float]) -> list[str]:
@@ -173,9 +159,6 @@ class VisionModel(FeatureSource):
         The rule and the numbers of timm's ``param_groups_layer_decay`` (after BEiT, Bao et al., ICLR 2022): 0 is the stem with class
         token and position embeddings, the blocks follow in order of execution, the final norm belongs to the last of them, and the
         classifier is the last layer. What a stage has outside of its blocks, such as downsampling, belongs to its first block.
-
-        Args:
-            name: of one of ``named_parameters()``.
         """
         if name.startswith(self.head_names):
             return self.num_layers - 1
@@ -191,6 +174,10 @@ class VisionModel(FeatureSource):
     def _block_prefixes(self) -> list[str]:
         """Prefixes of the names of each block's parameters, such as ``stages.2.blocks.0.``, in order of execution."""
         return [f"{name}." for name, _ in self.named_modules() if re.fullmatch(r"(\w+\.\d+\.)?blocks\.\d+", name)]
+
+    def in_features_only(self, name: str) -> bool:
+        """Whether a parameter of that name is one that the feature form has and the classifier lacks."""
+        return name.startswith("output_norms.")
 
     def position_names(self) -> set[str]:
         """Position embeddings (..., tokens, D), which are resampled when weights are transferred to another image size."""
@@ -208,52 +195,56 @@ class VisionModel(FeatureSource):
         return None
 
     def branch_scales(self, batch: int, noise: Tensor | None) -> Tensor | None:
-        """Stochastic-depth factors of the residual branches (Huang et al., ECCV 2016).
-
-        Args:
-            batch: B.
-            noise: (B, noise_per_sample) uniform numbers in [0, 1); None: drawn from PyTorch's generator.
+        """Stochastic-depth factors of the residual branches (Huang et al., ECCV 2016), by the noise of :meth:`class_scores`.
 
         Returns:
-            (B, branches), or None where nothing is dropped: in eval mode or with rates of 0.
+            (B, branches), 0 or ``1 / (1 - rate)``; None where nothing is dropped: in eval mode or with rates of 0.
         """
         if not self.training or not self._drops:
             return None
         rates = self.drop_path_rates
-        if noise is None:
-            noise = torch.rand(batch, rates.numel(), device=rates.device)
-        return drop_path_scales(rates, noise)
+        return dropout_factors(rates, torch.rand(batch, rates.numel(), device=rates.device) if noise is None else noise)
 
     def run_block(self, block: nn.Module, *arguments: Any) -> Tensor:
-        """``block(*arguments)``, under activation checkpointing if it is on.
-
-        Not for blocks with BatchNorm: recomputation would update its running statistics twice.
-        """
+        """``block(*arguments)``, under activation checkpointing if it is on. A block has no BatchNorm: recomputation would update its
+        running statistics twice."""
         if self.activation_checkpointing and self.training:
             return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
         return block(*arguments)
 
 
-def check_sides(sides: Iterable[int], unit: int, least: int | None = None, of_images: bool = False) -> None:
-    """Check an image size.
+AnyModel = TypeVar("AnyModel", bound=VisionModel)
+
+
+def as_features(model: AnyModel) -> AnyModel:
+    """Turn a classifier into its feature form, in place: ``model(images)`` is then the list of its feature maps.
+
+    The head goes. All other parameters stay, under their names. Each map but the last gets a LayerNorm of its own, which starts
+    as plain normalization, as the backbones of Swin Transformer (Liu et al., ICCV 2021) have them; the last map has the
+    classifier's. Images may have any size that the stem divides: learned position embeddings are resampled to it.
 
     Args:
-        sides: in pixels.
-        unit: divides them.
-        least: smallest side; None: ``unit``.
-        of_images: the sides are those of images, not ``model.image_size``.
+        model: from ``create_model`` or ``load``. A feature form is returned as it is.
 
-    Raises:
-        UserError: a side does not fit.
+    Returns:
+        ``model``, with ``strides`` and ``widths``.
     """
-    least = least or unit
-    for side in sides:
-        if side % unit or side < least:
-            near = max(least, round(side / unit) * unit)
-            raise UserError(
-                f"{'a side of an image' if of_images else 'model.image_size'} must be a multiple of {unit} and at least {least}, got {side}",
-                f"pad or resize the images, for example to {near}" if of_images else f"set it to {near}",
-            )
+    if model.strides:
+        return model
+    model.strides, model.widths = model.feature_layout()
+    for prefix in model.head_names:
+        delattr(model, prefix.rstrip("."))
+    like, eps = model.norm.weight, model.norm.eps
+    model.output_norms = nn.ModuleList(
+        nn.LayerNorm(width, eps=eps, device=like.device, dtype=like.dtype) for width in model.widths[:-1]
+    ).train(model.training)
+    return model
+
+
+def dropout_factors(rates: Tensor, noise: Tensor) -> Tensor:
+    """Factors of dropout by noise (B, n) in [0, 1) at rates that broadcast to it: 0 if dropped, else ``1 / (1 - rate)``."""
+    keep = 1.0 - rates
+    return (noise >= rates).to(keep.dtype) / keep
 
 
 def scale_branch(branch: Tensor, scales: Tensor | None, column: int) -> Tensor:

@@ -25,15 +25,8 @@ BUCKETS = SIDE**2 + 1
 
 
 def piecewise_index(offset: Tensor) -> Tensor:
-    """Index of an offset along one axis (Eq. 18), odd in the offset.
-
-    Args:
-        offset: integers, in patches.
-
-    Returns:
-        Integers of the same shape from -int(β) to int(β): the offset itself up to α, beyond it the logarithm of offset / α,
-        scaled so that it would be β at γ, and rounded.
-    """
+    """Index of integer offsets along one axis, in patches (Eq. 18), from -int(β) to int(β): the offset itself up to α, beyond it the
+    logarithm of offset / α, scaled so that it would be β at γ, and rounded; odd in the offset."""
     size = offset.abs()
     far = ALPHA + (BETA - ALPHA) * (size.clamp(min=1).double() / ALPHA).log() / math.log(GAMMA / ALPHA)
     index = torch.where(size <= ALPHA, size, far.round().long().clamp(max=int(BETA)))
@@ -42,11 +35,11 @@ def piecewise_index(offset: Tensor) -> Tensor:
 
 @constant_table
 def bucket_table(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Bucket of every query and key (Eq. 25), class token first.
+    """Bucket of every query and key (Eq. 25), class token first, and N = rows * columns patches in row-major order.
 
     Returns:
-        (N + 1, N + 1) int64, N = rows * columns in row-major order: [q, k] = SIDE * (index of the row offset + int(β)) + (that of
-        the column offset + int(β)), offsets from key to query; the last bucket to and from the class token.
+        (N + 1, N + 1) int64: [q, k] = SIDE * (index of the row offset + int(β)) + (that of the column offset + int(β)), offsets
+        from key to query; the last bucket to and from the class token.
     """
     y, x = (axis.flatten() for axis in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))  # (N,)
     by_row, by_column = (piecewise_index(axis[:, None] - axis[None, :]) + int(BETA) for axis in (y, x))  # (N, N)
@@ -66,7 +59,7 @@ class _Select(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, buckets: Tensor, indicator: Tensor) -> Tensor:
         ctx.save_for_backward(indicator)
-        return _select(values, buckets)
+        return values.gather(-1, buckets.expand(*values.shape[:2], -1, -1))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -74,10 +67,6 @@ class _Select(torch.autograd.Function):
         by_query = grad.flatten(0, 1).transpose(0, 1)  # (N + 1, B * heads, N + 1)
         summed = torch.bmm(by_query, indicator.to(grad.dtype))  # (N + 1, B * heads, BUCKETS)
         return summed.transpose(0, 1).unflatten(0, grad.shape[:2]), None, None
-
-
-def _select(values: Tensor, buckets: Tensor) -> Tensor:
-    return values.gather(-1, buckets.expand(*values.shape[:2], -1, -1))
 
 
 class KeyPositions(nn.Module):
@@ -95,7 +84,7 @@ class KeyPositions(nn.Module):
         values = q @ self.weight[0] * q.shape[-1] ** -0.5  # (B, heads, N + 1, BUCKETS)
         buckets = bucket_table(*grid, values.device)  # (N + 1, N + 1)
         if torch.jit.is_tracing():  # of fvcore, which looks into no function of our own
-            return _select(values, buckets)
+            return values.gather(-1, buckets.expand(*values.shape[:2], -1, -1))
         selected: Tensor = _Select.apply(values, buckets, bucket_indicator(*grid, values.device, values.dtype))
         return selected
 
@@ -108,7 +97,7 @@ class RelativeSelfAttention(SelfAttention):
     ``forward``: x (B, N + 1, width), class token first, grid (rows, columns) with N = rows * columns -> (B, N + 1, width).
     """
 
-    def __init__(self, width: int, heads: int, qkv_bias: bool) -> None:
+    def __init__(self, width: int, heads: int, qkv_bias: bool = True) -> None:
         super().__init__(width, heads, qkv_bias)
         self.relative_position = KeyPositions(width // heads)
 

@@ -1,23 +1,24 @@
-"""Share layers and helpers between the model families: MLP, dropout, initialization, typed module lists, constant tables, and the
-partition of a token grid into windows (Liu et al., "Swin Transformer", ICCV 2021)."""
+"""Share between the families: MLP, dropout, checks of sizes, initialization, typed module lists, constant tables, resampling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.errors import UserError
+
+PATCH = 16  # side of a patch in pixels
+LAYER_NORM_EPS = 1e-6
+
 
 class MLP(nn.Module):
-    """Linear, GELU, Linear: the feed-forward part of a transformer block.
-
-    ``forward``: (..., width) -> (..., out_width).
-    """
+    """Linear, GELU, Linear: the feed-forward part of a transformer block. ``forward``: (..., width) -> (..., out_width)."""
 
     def __init__(self, width: int, hidden: int, out_width: int) -> None:
         super().__init__()
@@ -28,20 +29,6 @@ class MLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
-def drop_path_scales(rates: Tensor, noise: Tensor) -> Tensor:
-    """Stochastic-depth factors (Huang et al., ECCV 2016).
-
-    Args:
-        rates: (branches,) drop probabilities.
-        noise: (B, branches) uniform numbers in [0, 1).
-
-    Returns:
-        (B, branches): 0 for dropped branches, ``1 / (1 - rate)`` for kept ones.
-    """
-    keep = 1.0 - rates
-    return (noise >= rates).to(keep.dtype) / keep
-
-
 def drop_elements(x: Tensor, rate: float, noise: Tensor) -> Tensor:
     """Dropout (Srivastava et al., JMLR 2014) whose mask is a hash of one random number per sample and the element's index.
 
@@ -49,12 +36,9 @@ def drop_elements(x: Tensor, rate: float, noise: Tensor) -> Tensor:
     ``x``. Costs about a dozen integer operations per element.
 
     Args:
-        x: (B, ...).
+        x: (B, ...), also the shape of the result.
         rate: probability that an element becomes 0; the others are divided by ``1 - rate``.
         noise: (B,) uniform numbers in [0, 1), of which the leading 24 bits (float32's precision) are used.
-
-    Returns:
-        Same shape and dtype as ``x``.
     """
     with torch.no_grad():
         places = _hash(torch.arange(x[0].numel(), dtype=torch.int32, device=x.device))  # (elements,)
@@ -72,12 +56,44 @@ def _hash(words: Tensor) -> Tensor:
     return words.bitwise_xor_((words >> 15) & 0x1FFFF)
 
 
-def init_linear(module: nn.Module, std: float = 0.02) -> None:
+def check_sides(sides: Iterable[int], unit: int, least: int | None = None, of_images: bool = False) -> None:
+    """Raise a UserError unless sides of images, or ``model.image_size``, are multiples of ``unit`` and at least ``least``."""
+    least = least or unit
+    for side in sides:
+        if side % unit or side < least:
+            near = max(least, round(side / unit) * unit)
+            raise UserError(
+                f"{'a side of an image' if of_images else 'model.image_size'} must be a multiple of {unit} and at least {least}, got {side}",
+                f"pad or resize the images, for example to {near}" if of_images else f"set it to {near}",
+            )
+
+
+def check_same_size(images: Tensor, side: int) -> None:
+    """Raise a UserError unless images (B, 3, H, W) have the size that a model with weights for each position was built for."""
+    height, width = images.shape[-2:]
+    if height != side or width != side:
+        raise UserError(
+            f"an image has {height} x {width} pixels, but the model was built for {side} x {side} pixels, with weights for each position",
+            "set model.image_size to the size of the images, or resize them",
+        )
+
+
+def init_linear(module: nn.Module) -> None:
     """ViT's and DeiT's initialization of a linear layer: truncated normal weight, zero bias. Other modules are left alone."""
     if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=std)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+        _init_truncated(module)
+
+
+def init_linear_and_convolution(module: nn.Module) -> None:
+    """:func:`init_linear`, also of convolutions (PosMLP's and LSAT's published code)."""
+    if isinstance(module, (nn.Linear, nn.Conv2d)):
+        _init_truncated(module)
+
+
+def _init_truncated(module: nn.Linear | nn.Conv2d) -> None:
+    nn.init.trunc_normal_(module.weight, std=0.02)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
 
 
 Element = TypeVar("Element", bound=nn.Module)
@@ -91,13 +107,7 @@ if TYPE_CHECKING:
 
         def __iter__(self) -> Iterator[Element]: ...
 
-        @overload
-        def __getitem__(self, idx: slice) -> ModuleList[Element]: ...
-
-        @overload
-        def __getitem__(self, idx: int) -> Element: ...
-
-        def __getitem__(self, idx: int | slice) -> Element | ModuleList[Element]: ...
+        def __getitem__(self, idx: int) -> Element: ...  # type: ignore[override]  # nobody slices
 
 else:
     ModuleList = nn.ModuleList
@@ -105,8 +115,7 @@ else:
 
 Table = TypeVar("Table", bound=Callable[..., Tensor])
 _SIZES = 16  # tables of a function that are kept: a model has a handful of grids and windows
-_tables: list[Callable[..., Tensor]] = []
-_caches: list[Callable[[], None]] = []  # what empties the cache of each table
+_tables: dict[Callable[..., Tensor], Callable[[], None]] = {}  # and what empties the cache of each
 _keeps_fakes = False
 
 
@@ -129,8 +138,7 @@ def constant_table(compute: Table) -> Table:
             computed.cache_clear()
         return found
 
-    _tables.append(table)
-    _caches.append(computed.cache_clear)
+    _tables[table] = computed.cache_clear
     return table  # type: ignore[return-value]  # the signature of compute
 
 
@@ -138,15 +146,18 @@ def constant_table(compute: Table) -> Table:
 def keep_fake_tables() -> Iterator[None]:
     """In the block, fake tensors are kept too, so that a trace of a step computes each table once, as a run does."""
     global _keeps_fakes
+    _empty_caches()
+    _keeps_fakes = True
     try:
-        for empty in _caches:
-            empty()
-        _keeps_fakes = True
         yield
     finally:
         _keeps_fakes = False
-        for empty in _caches:
-            empty()
+        _empty_caches()
+
+
+def _empty_caches() -> None:
+    for empty in _tables.values():
+        empty()
 
 
 def compile_tables_as_constants() -> None:
@@ -155,59 +166,28 @@ def compile_tables_as_constants() -> None:
         torch.compiler.assume_constant_result(table)  # here because it imports the compiler, which takes a second
 
 
-def to_windows(x: Tensor, window: int, shift: int = 0) -> Tensor:
-    """Partition a token grid into windows.
+def resample_grid(table: Tensor, grid: tuple[int, int], new: tuple[int, int], extra_tokens: int = 0) -> Tensor:
+    """Resample a table of vectors to another grid: bicubic interpolation, as in DeiT's fine-tuning, along each axis.
+
+    As two products with constant matrices, whose gradient is deterministic; that of ``F.interpolate`` is not on CUDA.
 
     Args:
-        x: (B, rows, columns, width), rows and columns multiples of ``window``.
-        window: side of a window.
-        shift: offset of the first window, down and to the right; the last windows wrap around.
-
-    Returns:
-        (B, windows, window², width); both windows and their tokens in row-major order.
+        table: (..., N, D) with N = rows * columns of ``grid`` in row-major order, after those of ``extra_tokens``, which stay.
+        grid, new: (rows, columns) of ``table`` and of the result, (..., N', D).
     """
-    if shift:
-        x = x.roll((-shift, -shift), dims=(1, 2))
-    batch, rows, columns, width = x.shape
-    x = x.view(batch, rows // window, window, columns // window, window, width).transpose(2, 3)
-    return x.reshape(batch, -1, window * window, width)  # (B, windows, window², width)
-
-
-def from_windows(x: Tensor, window: int, grid: tuple[int, int], shift: int = 0) -> Tensor:
-    """The inverse of :func:`to_windows`: (B, windows, window², width) -> (B, rows, columns, width), ``grid`` = (rows, columns)."""
-    rows, columns = grid
-    x = x.view(x.shape[0], rows // window, columns // window, window, window, -1).transpose(2, 3)
-    x = x.reshape(x.shape[0], rows, columns, -1)
-    return x.roll((shift, shift), dims=(1, 2)) if shift else x
+    if grid == new:
+        return table
+    if extra_tokens:
+        patches = resample_grid(table[..., extra_tokens:, :], grid, new)
+        return torch.cat([table[..., :extra_tokens, :], patches], dim=-2)
+    rows, columns = (_axis_weights(*sides, table.device, table.dtype) for sides in zip(grid, new))  # (new, old) each
+    maps = table.unflatten(-2, grid)  # (..., rows, columns, D)
+    with torch.autocast(table.device.type, enabled=False):
+        return torch.einsum("ry,cx,...yxd->...rcd", rows, columns, maps).flatten(-3, -2)
 
 
 @constant_table
-def connected_tokens(grid: tuple[int, int], window: int, shift: int, device: torch.device) -> Tensor:
-    """The mask of shifted windows: which tokens of a window are adjacent in the image rather than joined by wrapping around.
-
-    A grid that windows do not tile counts as padded at the bottom and right; padding is connected with padding alone.
-
-    Returns:
-        (windows, window², window²) bool.
-    """
-    sides = []
-    for size in grid:
-        place = torch.arange(-(-size // window) * window, device=device).roll(-shift)  # in the image, or beyond its border
-        sides.append(2 * (place >= size).int() + (place < shift).int())  # padding, and what wraps around
-    region = 4 * sides[0][:, None] + sides[1][None, :]  # (rows, columns)
-    region = to_windows(region[None, :, :, None], window)[0, :, :, 0]  # (windows, window²)
-    return region[:, :, None] == region[:, None, :]
-
-
-@constant_table
-def relative_index(window: int, device: torch.device) -> Tensor:
-    """Index of each pair of tokens into a table of all (2 window - 1)² relative positions.
-
-    Returns:
-        (N, N) integers: [query, key] = (y_query - y_key + window - 1) (2 window - 1) + x_query - x_key + window - 1.
-    """
-    index = torch.arange(window * window, device=device)
-    y, x = index // window, index % window  # (N,)
-    rows = y[:, None] - y[None, :] + window - 1  # (N, N)
-    columns = x[:, None] - x[None, :] + window - 1  # (N, N)
-    return rows * (2 * window - 1) + columns
+def _axis_weights(size: int, new: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Weights of bicubic interpolation from ``size`` to ``new`` points: (new, size)."""
+    unit = torch.eye(size, dtype=torch.float64, device="cpu")[None, None]
+    return F.interpolate(unit, size=(new, size), mode="bicubic", align_corners=False)[0, 0].to(device, dtype)

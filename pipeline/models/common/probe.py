@@ -4,20 +4,14 @@ A module offers a value where its inputs are at hand::
 
     probe("attention", lambda: (q @ k.transpose(-1, -2) * scale).softmax(-1))  # (B, heads, N, N)
 
-and an analysis records it during a forward pass::
+and an analysis records it during a forward pass, or looks at each value as it comes with :func:`observed`::
 
     with recorded("attention") as values:
         model(images)
     values["attention"]  # list with one entry per layer, in order of execution
 
-or looks at each value as it comes, without keeping any::
-
-    with observed(lambda name, value: print(name, value.shape), "attention"):
-        model(images)
-
-Outside of both the function is never called: an unused probe costs one lookup. Neither changes the forward
-pass, which still runs the fused kernels. Names in use: ``attention``, ``phi_p``, ``phi_c``, ``gate``, ``position``,
-``covariance``; the docstrings of the modules give the shapes.
+Outside of both the function is never called, and neither changes the forward pass, which still runs the fused kernels. Names in
+use: ``attention``, ``phi_p``, ``phi_c``, ``gate``, ``position``, ``covariance``; the docstrings of the modules give the shapes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of the plain vision transformer (Dosovitskiy et al., ICLR 2021) in DeiT's form, shared by DeiT and ConViT."""
+"""Share the plain vision transformer (Dosovitskiy et al., ICLR 2021) in DeiT's form between DeiT, DeiT III and ConViT."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import UserError
 from pipeline.kernels import peripheral_attention
 from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
 from pipeline.kernels.peripheral import uses_triton
-from pipeline.models.common.base import VisionModel, check_sides, scale_branch
-from pipeline.models.common.features import GridEmbedding, resample_grid
-from pipeline.models.common.layers import MLP, init_linear
+from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scale_branch
+from pipeline.models.common.layers import LAYER_NORM_EPS, MLP, PATCH, check_same_size, check_sides, init_linear, resample_grid
 from pipeline.models.common.probe import probe
 
-PATCH = 16  # side of a patch in pixels
-LAYER_NORM_EPS = 1e-6
 # (authors' name, our name), see VisionModel.reference_names.
 REFERENCE_NAMES = (
     ("cls_token", "class_token"),
@@ -50,22 +46,17 @@ class PatchEmbedding(nn.Conv2d):
         return super().forward(images).flatten(2).transpose(1, 2)  # (B, N, width)
 
 
-class PositionEmbedding(GridEmbedding):
-    """Learned absolute position embedding, added to the tokens.
+class PositionEmbedding(nn.Module):
+    """Learned absolute position embedding, added to the tokens; resampled to grids other than that of ``image_size``.
 
     Args:
-        image_size: side of the square images.
         extra_tokens: tokens before the patches (class token) that have an embedding too.
-        width: channels of a token.
-        masked_at_test: add nothing in eval mode (ConViT, Table 5). Also an attribute, which may be changed later.
+        masked_at_test: add nothing in eval mode (ConViT, Table 5).
 
     ``forward``: x (B, N, width), grid (rows, columns) of its patches -> (B, N, width).
-
-    Raises:
-        UserError: ``forward`` got a grid other than that of ``image_size``, without ``any_grid``.
     """
 
-    def __init__(self, image_size: int, extra_tokens: int, width: int, masked_at_test: bool) -> None:
+    def __init__(self, image_size: int, extra_tokens: int, width: int, masked_at_test: bool = False) -> None:
         super().__init__()
         self.grid = patch_grid(image_size, image_size)
         self.extra_tokens, self.masked_at_test = extra_tokens, masked_at_test
@@ -73,19 +64,9 @@ class PositionEmbedding(GridEmbedding):
         nn.init.trunc_normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        if grid != self.grid and not self.any_grid:
-            (rows, columns), own = grid, self.grid
-            raise UserError(
-                f"an image has {rows * PATCH} x {columns * PATCH} pixels, but the model's position embedding is for "
-                f"{own[0] * PATCH} x {own[1] * PATCH} ({own[0]} x {own[1]} patches)",
-                "set model.image_size to the size of the images",
-            )
         if self.masked_at_test and not self.training:
             return x
-        if grid == self.grid:
-            return x + self.weight
-        extra, patches = self.weight[:, : self.extra_tokens], self.weight[:, self.extra_tokens :]
-        return x + torch.cat([extra, resample_grid(patches, self.grid, grid)], dim=1)
+        return x + resample_grid(self.weight, self.grid, grid, self.extra_tokens)
 
 
 class SelfAttention(nn.Module):
@@ -96,7 +77,7 @@ class SelfAttention(nn.Module):
     ``forward``: x (B, N, width), bias (heads, N, N) or None -> (B, N, width).
     """
 
-    def __init__(self, width: int, heads: int, qkv_bias: bool) -> None:
+    def __init__(self, width: int, heads: int, qkv_bias: bool = True) -> None:
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
@@ -113,32 +94,21 @@ class SelfAttention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: attention and MLP, each with a residual connection.
 
-    Args:
-        width: channels of a token.
-        attention: module that is called with (x, position).
-        mlp_ratio: hidden width of the MLP / width.
+    ``forward``: x (B, N, width), branch_scales (B, 2) stochastic-depth factors of the two branches or None for 1, position, the
+    second argument of ``attention``, or None -> (B, N, width).
     """
 
-    def __init__(self, width: int, attention: nn.Module, mlp_ratio: int) -> None:
+    def __init__(self, attention: nn.Module, layout: ViTLayout) -> None:
         super().__init__()
+        width = layout.width
         self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.attn = attention
         self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.mlp = MLP(width, mlp_ratio * width, width)
+        self.mlp = MLP(width, layout.mlp_ratio * width, width)
         for module in self.modules():
             init_linear(module)
 
     def forward(self, x: Tensor, branch_scales: Tensor | None, position: Any = None) -> Tensor:
-        """One transformer block.
-
-        Args:
-            x: (B, N, width).
-            branch_scales: (B, 2) stochastic-depth factors of the two branches, or None for 1.
-            position: second argument of the attention module, or None.
-
-        Returns:
-            (B, N, width).
-        """
         x = x + scale_branch(self.attn(self.norm1(x), position), branch_scales, 0)
         return x + scale_branch(self.mlp(self.norm2(x)), branch_scales, 1)
 
@@ -156,16 +126,8 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def packed_attention(qkv: Tensor, heads: int, bias: Tensor | None) -> Tensor:
-    """softmax(q kᵀ / sqrt(head_dim) + bias) v of all heads, in the form that suits device and arguments.
-
-    Args:
-        qkv: (B, N, 3 * width), queries, keys and values.
-        heads: a divisor of the width.
-        bias: (heads, N, N), added to the scores of every image, or None.
-
-    Returns:
-        (B, N, width).
-    """
+    """softmax(q kᵀ / sqrt(head_dim) + bias) v of all heads, in the form that suits device and arguments: qkv (B, N, 3 * width),
+    bias (heads, N, N), added to the scores of every image, or None -> (B, N, width)."""
     q, k, v = split_heads(qkv, 3, heads)  # (B, heads, N, head_dim) each
     if bias is not None and suits_chunks(qkv, bias) and not uses_triton(q):
         return attention_in_chunks(qkv, heads, bias)
@@ -173,15 +135,7 @@ def packed_attention(qkv: Tensor, heads: int, bias: Tensor | None) -> Tensor:
 
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-    """softmax(q kᵀ / sqrt(head_dim) + bias), which fused attention does not materialize; for probes.
-
-    Args:
-        q, k: (B, heads, N, head_dim).
-        bias: (heads, N, N) or None.
-
-    Returns:
-        (B, heads, N, N), at least float32.
-    """
+    """softmax of :func:`content_scores` + bias (heads, N, N), which fused attention does not materialize: (B, heads, N, N)."""
     scores = content_scores(q, k)
     return (scores if bias is None else scores + bias).softmax(-1)
 
@@ -200,28 +154,40 @@ def content_attention(q: Tensor, k: Tensor) -> Tensor:
 
 
 def patch_grid(height: int, width: int) -> tuple[int, int]:
-    """(rows, columns) of the patch grid of an image of ``height`` x ``width`` pixels.
-
-    Raises:
-        UserError: a side is not a positive multiple of the patch size.
-    """
+    """(rows, columns) of the patch grid of an image of ``height`` x ``width`` pixels, positive multiples of the patch size."""
     check_sides((height, width), PATCH)
     return int(height) // PATCH, int(width) // PATCH  # int: under tracing the sizes are tensors, which cannot be cache keys
 
 
 class ClassTokenModel(VisionModel):
-    """A plain ViT whose class token the head reads. A subclass creates ``class_token`` and its blocks, calls :meth:`add_classifier`
-    last, and runs its blocks in :meth:`tokens`."""
+    """A plain ViT whose class token the head reads. A subclass creates its blocks, calls :meth:`add_classifier` last, and runs the
+    blocks in :meth:`tokens`."""
 
-    class_token: nn.Parameter  # (1, 1, width)
-    head: nn.Linear
+    def __init__(
+        self,
+        layout: ViTLayout,
+        switches: Switches,
+        settings: ModelOptions,
+        drop_path_rates: list[float],
+        position_embedding: PositionEmbedding | None,
+    ) -> None:
+        super().__init__(drop_path_rates, settings.activation_checkpointing, switches)
+        self.image_size = settings.image_size
+        self.position_embedding = position_embedding
+        self.patch_embedding = PatchEmbedding(layout.width)
+        self.class_token = nn.Parameter(torch.empty(1, 1, layout.width))
 
-    def add_classifier(self, width: int, num_classes: int) -> None:
+    def add_classifier(self, num_classes: int) -> None:
         """Create ``norm`` and ``head``, and draw the initial values of class token and head."""
+        width = self.class_token.shape[-1]
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.head = nn.Linear(width, num_classes)
         nn.init.trunc_normal_(self.class_token, std=0.02)
         init_linear(self.head)
+
+    def with_class_token(self, x: Tensor) -> Tensor:
+        """(B, N, width) -> (B, N + 1, width), class token first."""
+        return torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
 
     def no_weight_decay(self) -> set[str]:
         return super().no_weight_decay() | {"class_token", "position_embedding.weight"}
@@ -232,13 +198,11 @@ class ClassTokenModel(VisionModel):
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """See the base class. The size is ``image_size``; any multiples of 16 where no position embedding fixes it."""
+        if self.position_embedding is not None:
+            check_same_size(images, self.image_size)
         return self.head(self.norm(self.tokens(images, noise)[:, 0]))
 
-    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (PATCH,), (self.norm.normalized_shape[0],)
-
     def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
-        """The patches after the last block, normalized, one map of stride 16; the class token is dropped. H and W are multiples of 16; a
-        position embedding is resampled to their grid."""
+        """The patches after the last block, normalized, one map of stride 16. H and W are multiples of 16."""
         patches = self.tokens(images, noise)[:, 1:]  # (B, N, width)
         return [self.normed_map(patches.unflatten(1, patch_grid(*images.shape[-2:])), 0)]

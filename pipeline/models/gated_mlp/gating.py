@@ -6,20 +6,19 @@ one half and multiplies the result with the other. The block replaces both atten
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.common.base import Switches, scale_branch
-from pipeline.models.common.layers import drop_elements
-from pipeline.models.gated_mlp.partition import Runs
+from pipeline.errors import UserError
+from pipeline.models.common.base import Switches, VisionModel, scale_branch
+from pipeline.models.common.layers import LAYER_NORM_EPS, drop_elements
+from pipeline.models.common.windows import Runs, Tiling
 from pipeline.models.gated_mlp.token_mixing import Covariance, GaussianMap, LearnedMap, mix_tokens, mix_tokens_by_kind
 
-LAYER_NORM_EPS = 1e-6
 GROUPED = ("glrpe", "ggqpe")
 
 
@@ -43,9 +42,11 @@ class GatingSwitches(Switches):
     """PosMLP Figure 3e. false: all channels are mixed, and the result is multiplied with the unmixed input."""
 
     @model_validator(mode="after")
-    def _gaussian_switches_need_ggqpe(self) -> GatingSwitches:
+    def _switches_suit_the_map(self) -> GatingSwitches:
         if self.mixing != "ggqpe" and (self.covariance != "semidefinite" or not self.learned_centers):
             raise ValueError("must leave covariance and learned_centers alone unless mixing is 'ggqpe'")
+        if getattr(self, "groups", None) and self.mixing not in GROUPED:  # a field of each family's own
+            raise ValueError(f"must leave groups alone unless mixing is one of {', '.join(GROUPED)}")
         return self
 
     @property
@@ -53,8 +54,7 @@ class GatingSwitches(Switches):
         return self.mixing != "ggqpe" if self.norm is None else self.norm
 
 
-@dataclass(frozen=True)
-class GatingCode:
+class GatingCode(NamedTuple):
     """Differences between the two published implementations: which half is mixed, and the epsilon of the norm before it."""
 
     mixes_first_half: bool
@@ -69,44 +69,36 @@ class GatingUnit(nn.Module):
     """(A u + b) * v of the two channel halves u and v (SGU Eq. 1, PoSGU Eq. 10 to 15).
 
     Args:
-        width: input channels.
+        width: input channels; attribute ``out_width`` has the output's.
         window: side of the window; N = window² tokens.
-        groups: channel groups of the map.
-        switches: the family's ablation switches.
-        code: details of the published implementation.
+        groups: channel groups of the map. UserError unless they divide the mixed channels.
 
-    Attributes:
-        out_width: output channels.
+    ``forward``: x (B, windows, N, width), connected and runs as :class:`GatedBlock` -> (B, windows, N, out_width).
     """
 
     def __init__(self, width: int, window: int, groups: int, switches: GatingSwitches, code: GatingCode) -> None:
         super().__init__()
         part = width // 2 if switches.split else width
+        if part % groups:
+            raise UserError(
+                f"model.switches.groups must divide the {part} mixed channels, got {groups}",
+                "set it to a power of two, for example 8",
+            )
         self.out_width = 2 * part if switches.combine == "concatenate" else part
         self.split, self.combine, self.mixes_first_half = switches.split, switches.combine, code.mixes_first_half
         self.norm = nn.LayerNorm(part, eps=code.norm_eps) if switches.normalises else nn.Identity()
+        self.mixing: GaussianMap | LearnedMap
         if switches.mixing == "ggqpe":
-            self.mixing: GaussianMap | LearnedMap = GaussianMap(window, groups, switches.covariance, switches.learned_centers)
+            self.mixing = GaussianMap(window, groups, switches.covariance, switches.learned_centers)
         else:
             token_weights, relative_table = switches.mixing in ("sgu", "lrpe_m"), switches.mixing != "sgu"
             self.mixing = LearnedMap(window, groups, token_weights, relative_table)
         self.bias: nn.Parameter | None = None
         if switches.token_bias:
             # Shapes of the published weights. gMLP's bias of 1 initializes the gate as the identity.
-            start = torch.ones(window**2) if switches.mixing == "sgu" else torch.zeros(1, window**2, 1)
-            self.bias = nn.Parameter(start)
+            self.bias = nn.Parameter(torch.ones(window**2) if switches.mixing == "sgu" else torch.zeros(1, window**2, 1))
 
     def forward(self, x: Tensor, connected: Tensor | None, runs: Runs | None = None) -> Tensor:
-        """Gate the tokens of each window.
-
-        Args:
-            x: (B, windows, N, width).
-            connected: (windows, N, N) bool, see :mod:`pipeline.models.gated_mlp.token_mixing`, or None.
-            runs: ``connected`` is (kinds, N, N), for these kinds of windows.
-
-        Returns:
-            (B, windows, N, out_width).
-        """
         first, second = x.chunk(2, dim=-1) if self.split else (x, x)  # (B, windows, N, width / 2)
         u, v = (first, second) if self.mixes_first_half else (second, first)
         mixing, u = self.mixing(connected), self.norm(u)
@@ -124,19 +116,16 @@ class GatedBlock(nn.Module):
     Args:
         width: channels of a token.
         ratio: the gating unit has ``ratio * width`` input channels.
-        window, groups, switches, code: see :class:`GatingUnit`.
+        window, groups: see :class:`GatingUnit`.
         dropout: rate of the dropout on the branch in training (PosMLP's published code).
+
+    ``forward``: x (B, windows, N, width) -> the same shape. ``branch_scales``: (B, 1) stochastic-depth factor of the branch; None: 1.
+    ``connected``: (windows, N, N) bool, the pairs of tokens that may mix, or (kinds, N, N) for the kinds of windows in ``runs``;
+    None: all. ``noise``: (B,) uniform numbers in [0, 1) that determine the dropout masks; None: no dropout.
     """
 
     def __init__(
-        self,
-        width: int,
-        ratio: int,
-        window: int,
-        groups: int,
-        switches: GatingSwitches,
-        code: GatingCode,
-        dropout: float = 0.0,
+        self, width: int, ratio: int, window: int, groups: int, switches: GatingSwitches, code: GatingCode, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.dropout = dropout
@@ -153,19 +142,22 @@ class GatedBlock(nn.Module):
         noise: Tensor | None = None,
         runs: Runs | None = None,
     ) -> Tensor:
-        """One block.
-
-        Args:
-            x: (B, windows, N, width).
-            branch_scales: (B, 1) stochastic-depth factor of the branch, or None for 1.
-            connected: (windows, N, N) bool, or None.
-            noise: (B,) uniform numbers in [0, 1) that determine the dropout masks, or None for no dropout.
-            runs: ``connected`` is (kinds, N, N), for these kinds of windows.
-
-        Returns:
-            (B, windows, N, width).
-        """
         branch = self.fc2(self.gate(F.gelu(self.fc1(self.norm(x))), connected, runs))
         if noise is not None:
             branch = drop_elements(branch, self.dropout, noise)
         return x + scale_branch(branch, branch_scales, 0)
+
+
+def run_in_windows(
+    model: VisionModel, block: GatedBlock, x: Tensor, tiling: Tiling, scales: Tensor | None, noise: Tensor | None = None
+) -> Tensor:
+    """Run a block of ``model`` in the windows of a grid: x (B, rows, columns, width) -> the same shape.
+
+    In the feature form, whose grids have hundreds of windows, there is a map for each kind of window only.
+    """
+    runs: Runs | None = None
+    if model.strides:
+        connected, runs = tiling.connected_kinds(x.device)
+    else:
+        connected = tiling.connected(x.device)
+    return tiling.join(model.run_block(block, tiling.split(x), scales, connected, noise, runs))

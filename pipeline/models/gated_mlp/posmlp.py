@@ -8,31 +8,50 @@ A four-stage pyramid of gated blocks on windows. Where paper and published code 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-from typing_extensions import Unpack
+from typing import Annotated, Any, Literal
 
-from pipeline.models.common.base import ModelOptions, VisionModel, check_sides, linear_drop_path, settle
-from pipeline.models.common.layers import ModuleList, drop_path_scales, relative_index
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.models.common.base import ModelOptions, VisionModel, dropout_factors, linear_drop_path, scales_of_block
+from pipeline.models.common.layers import LAYER_NORM_EPS, ModuleList, check_same_size, check_sides, init_linear_and_convolution
+from pipeline.models.common.windows import Tiling, relative_index
 from pipeline.models.entry import register
-from pipeline.models.gated_mlp.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBlock
-from pipeline.models.gated_mlp.partition import PaddedTiling, Tiling
-from pipeline.models.gated_mlp.posmlp_layers import (
-    DEPTHS,
-    GROUPS,
-    RATIOS,
-    STEM_STRIDE,
-    STRIDE,
-    AbsolutePosition,
-    ConvMerging,
-    ConvStem,
-    LinearMerging,
-    LinearStem,
-    PosMLPSwitches,
-    check_groups,
-    check_windows,
-)
+from pipeline.models.gated_mlp import posmlp_layers as layers
+from pipeline.models.gated_mlp.gating import GROUPED, POSMLP_CODE, GatedBlock, GatingSwitches, run_in_windows
+from pipeline.models.gated_mlp.posmlp_layers import STEM_STRIDE
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, quadratic_terms
+
+STRIDE = 32  # of the last stage
+DEPTHS = (2, 2, 18, 2)  # blocks per stage, Table 11
+RATIOS = (4, 4, 4, 2)  # γ of Table 11
+GROUPS = (8, 16, 32, 64)  # s of Table 4
+
+Dropout = Annotated[float, Field(ge=0, lt=1)]
+PerStage = tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
+
+
+class PosMLPSwitches(GatingSwitches):
+    """Ablations of PosMLP's Tables 1, 3 to 7, 10 and Figure 3."""
+
+    groups: PerStage | None = None
+    """Table 4: channel groups of glrpe and ggqpe in each stage. null: 8, 16, 32, 64."""
+    windows: PerStage | None = None
+    """Table 5: side of the windows in each stage. null: image_size / 16, and image_size / 32 in the last; so 14, 14, 14, 7."""
+    shift_windows: bool = False
+    """Section 5.5: every second block shifts its windows by half a window (off for classification)."""
+    absolute_position: bool = False
+    """Table 7: add a learned absolute position embedding to the patch embedding."""
+    patch_embedding: Literal["convolution", "linear"] = "convolution"
+    """Table 10: three convolutions, or one linear layer on 4x4 patches."""
+    patch_merging: Literal["convolution", "linear"] = "convolution"
+    """Table 10: between stages a depthwise 3x3 convolution, or a linear layer on 2x2 tokens."""
+    block_dropout: Dropout = 0.02333
+    """Dropout rate on every block's residual branch; default of the published configurations."""
+    head_dropout: Dropout = 0.02333
+    """Dropout rate before the classifier; default of the published configurations."""
 
 
 class Stage(nn.Module):
@@ -72,9 +91,9 @@ class PosMLP(VisionModel):
 
     Args:
         width: channels of the first stage; each further stage doubles them.
-        options: see :class:`ModelOptions`. ``image_size``: a multiple of 32. ``forward`` takes other sizes too if the windows tile their
-            tokens: with the default windows, multiples of ``image_size``. The feature form takes any multiple of 4: see
-            :meth:`feature_maps`. ``activation_checkpointing``: not of the stem, whose BatchNorm would update its statistics twice.
+        options: ``image_size``: a multiple of 32. ``forward`` takes other sizes too if the windows tile their tokens: with the
+            default windows, multiples of ``image_size``. The feature form takes any multiple of 4. ``activation_checkpointing``:
+            not of the stem, whose BatchNorm would update its statistics twice.
 
     Raises:
         UserError: ``image_size``, windows or groups do not fit.
@@ -85,40 +104,32 @@ class PosMLP(VisionModel):
         {"mixing", "covariance", "norm", "groups", "windows", "shift_windows", "block_dropout", "head_dropout"}
     )
 
-    def __init__(self, width: int, **options: Unpack[ModelOptions]) -> None:
-        settings, switches = settle(options, PosMLPSwitches)
-        super().__init__(
-            linear_drop_path(settings.drop_path, sum(DEPTHS), branches=1), settings.activation_checkpointing, switches
-        )
-        image_size = settings.image_size
+    def __init__(self, width: int, switches: PosMLPSwitches | None = None, **options: Any) -> None:
+        switches, settings = switches or PosMLPSwitches(), ModelOptions(**options)
+        rates = linear_drop_path(settings.drop_path, sum(DEPTHS), branches=1)
+        super().__init__(rates, settings.activation_checkpointing, switches)
         self.reference_names = (*(_SGU_NAMES if switches.mixing == "sgu" else _POSGU_NAMES), *_NAMES)
-        widths = [width * 2**stage for stage in range(len(DEPTHS))]
+        self.image_size = image_size = settings.image_size
         check_sides([image_size], STRIDE)
         windows = switches.windows or (image_size // 16,) * 3 + (image_size // 32,)
         check_windows(windows, image_size, image_size)
         groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else (1,) * len(DEPTHS)
-        check_groups(groups, widths, switches.split)
 
-        self.image_size, self.shift_windows = image_size, switches.shift_windows
-        self.block_dropout, self.head_dropout = switches.block_dropout, switches.head_dropout
-        self.stem = ConvStem(width) if switches.patch_embedding == "convolution" else LinearStem(width)
+        self.stem = (layers.ConvStem if switches.patch_embedding == "convolution" else layers.LinearStem)(width)
         side = image_size // STEM_STRIDE
-        self.absolute_position = AbsolutePosition(side, width) if switches.absolute_position else nn.Identity()
-        merging = ConvMerging if switches.patch_merging == "convolution" else LinearMerging
-        self.stages = ModuleList(
-            Stage(
-                merging(widths[i - 1]) if i else nn.Identity(),
-                [
-                    GatedBlock(widths[i], RATIOS[i], windows[i], groups[i], switches, POSMLP_CODE, switches.block_dropout)
-                    for _ in range(DEPTHS[i])
-                ],
-                windows[i],
-            )
-            for i in range(len(DEPTHS))
-        )
-        self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
-        self.head = nn.Linear(widths[-1], settings.num_classes)
-        self.apply(_init_weights)
+        self.absolute_position = layers.AbsolutePosition(side, width) if switches.absolute_position else nn.Identity()
+        merging = layers.ConvMerging if switches.patch_merging == "convolution" else layers.LinearMerging
+        self.stages: ModuleList[Stage] = ModuleList([])
+        for i, (depth, ratio) in enumerate(zip(DEPTHS, RATIOS)):
+            before, channels = merging(width * 2 ** (i - 1)) if i else nn.Identity(), width * 2**i
+            blocks = [
+                GatedBlock(channels, ratio, windows[i], groups[i], switches, POSMLP_CODE, switches.block_dropout)
+                for _ in range(depth)
+            ]
+            self.stages.append(Stage(before, blocks, windows[i]))
+        self.norm = nn.LayerNorm(channels, eps=LAYER_NORM_EPS)
+        self.head = nn.Linear(channels, settings.num_classes)
+        self.apply(init_linear_and_convolution)
 
     def reference_tables(self) -> dict[str, Tensor]:
         """Per block: the quadratic terms of the relative positions (ggqpe), or the table index of each token pair (lrpe)."""
@@ -128,8 +139,7 @@ class PosMLP(VisionModel):
                 unit, mixing = f"levels.{i}.encoder.{j}.gate_unit.pos.", block.gate.mixing
                 # Cloned: the cached results are shared between blocks, and safetensors rejects shared memory.
                 if isinstance(mixing, GaussianMap):
-                    spreads = mixing.spreads
-                    terms = quadratic_terms(stage.window, spreads.device, spreads.dtype)
+                    terms = quadratic_terms(stage.window, mixing.spreads.device, mixing.spreads.dtype)
                     tables[f"{unit}rel_indices"] = terms.clone()
                 elif mixing.table is not None:
                     index = relative_index(stage.window, mixing.table.device)
@@ -151,18 +161,25 @@ class PosMLP(VisionModel):
         return sum(self._noise_counts())
 
     def _noise_counts(self) -> tuple[int, int, int]:
-        blocks = sum(DEPTHS) if self.block_dropout else 0
-        channels = self.head.in_features if self.head_dropout and not self.strides else 0
+        blocks = sum(DEPTHS) if self.switches.block_dropout else 0
+        channels = self.head.in_features if self.switches.head_dropout and not self.strides else 0
         return super().noise_per_sample, blocks, channels
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """See the base class. H and W are multiples of 32 whose tokens the windows tile."""
-        height, width = images.shape[-2:]
-        check_windows([stage.window for stage in self.stages], height, width)
+        check_windows([stage.window for stage in self.stages], *images.shape[-2:])
+        if self.switches.absolute_position:
+            check_same_size(images, self.image_size)
         # The stem here, not deeper: `train.compile=model` leaves it out, and ends a graph in every function around its call.
-        outputs, for_head = self._run_stages(self.stem(images), noise, self.shift_windows)
+        outputs, for_head = self._run_stages(self.stem(images), noise, self.switches.shift_windows)
         features = self.norm(outputs[-1]).mean(dim=(1, 2))  # (B, 8 * width)
         return self.head(self._dropout(features, for_head))
+
+    def _dropout(self, features: Tensor, noise: Tensor) -> Tensor:
+        """Dropout on features (B, width) by noise (B, width); (B, 0): no dropout."""
+        if not noise.shape[1]:
+            return features
+        return features * dropout_factors(torch.full_like(noise, self.switches.head_dropout), noise).to(features.dtype)
 
     def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         strides = tuple(STEM_STRIDE * 2**stage for stage in range(len(DEPTHS)))
@@ -174,21 +191,13 @@ class PosMLP(VisionModel):
         The windows keep the size of the training; grids are padded to whole windows. On an image that is larger than
         ``image_size`` on a side, every second block shifts its windows by half a window (Sec. 5.5), so that they do not stay
         apart; at ``image_size`` the last map is what the classifier pools, unless the switch ``shift_windows`` is on.
-
-        Args:
-            images: (B, 3, H, W), multiples of 4, or of 32 with the switches for linear embedding or merging.
-            noise: as in :meth:`class_scores`.
-
-        Returns:
-            (B, 2^i * width, H / (4 * 2^i), W / (4 * 2^i)) for i from 0 to 3, sides rounded up.
-
-        Raises:
-            UserError: H or W does not fit.
+        H and W are multiples of 4, or of 32 with the switches for linear embedding or merging.
         """
         height, width = images.shape[-2:]
-        unit = STEM_STRIDE if isinstance(self.stages[1].merging, ConvMerging) else STRIDE
+        unit = STEM_STRIDE if isinstance(self.stages[1].merging, layers.ConvMerging) else STRIDE
         check_sides((height, width), unit, of_images=True)
-        outputs, _ = self._run_stages(self.stem(images), noise, self.shift_windows or max(height, width) > self.image_size)
+        shifts = self.switches.shift_windows or max(height, width) > self.image_size
+        outputs, _ = self._run_stages(self.stem(images), noise, shifts)
         return [self.normed_map(x, stage) for stage, x in enumerate(outputs)]
 
     def _run_stages(self, x: Tensor, noise: Tensor | None, shifts: bool) -> tuple[list[Tensor], Tensor]:
@@ -200,7 +209,7 @@ class PosMLP(VisionModel):
         scales = self.branch_scales(x.shape[0], for_branches)  # (B, blocks) or None
         x = self.absolute_position(x)  # (B, H / 4, W / 4, width)
         outputs: list[Tensor] = []
-        first = 0
+        first = 0  # block of the stage
         for stage in self.stages:
             last = first + len(stage.blocks)
             of_stage = None if scales is None else scales[:, first:last]
@@ -211,39 +220,37 @@ class PosMLP(VisionModel):
 
     def _run_stage(self, stage: Stage, x: Tensor, scales: Tensor | None, noise: Tensor, shifts: bool) -> Tensor:
         """x (B, rows, columns, width), scales (B, blocks of this stage) or None, noise (B, blocks or 0) -> the same shape as x."""
-        grid = (x.shape[1], x.shape[2])
-        shiftable = shifts and max(grid) > stage.window
+        grid = (int(x.shape[1]), int(x.shape[2]))
         for i, block in enumerate(stage.blocks):
-            shift = stage.window // 2 if shiftable and i % 2 else 0
-            layout = (PaddedTiling if self.strides else Tiling)(grid, stage.window, shift)
-            branch_scales = None if scales is None else scales[:, i : i + 1]
-            dropout = noise[:, i] if noise.shape[1] else None
-            connected = layout.connected(x.device)
-            tokens = self.run_block(block, layout.split(x), branch_scales, connected, dropout, layout.runs)
-            x = layout.join(tokens)  # (B, rows, columns, width)
+            tiling = Tiling(grid, stage.window, self._shifts(grid, stage.window) if shifts and i % 2 else (0, 0))
+            dropout = noise[:, i] if noise.shape[1] else None  # (B,)
+            x = run_in_windows(self, block, x, tiling, scales_of_block(scales, i, branches=1), dropout)
         return x
 
-    def _dropout(self, features: Tensor, noise: Tensor) -> Tensor:
-        """Dropout on features (B, width) by noise (B, width); (B, 0): no dropout."""
-        if not noise.shape[1]:
-            return features
-        return features * drop_path_scales(torch.full_like(noise, self.head_dropout), noise).to(features.dtype)
+    def _shifts(self, grid: tuple[int, int], window: int) -> tuple[int, int]:
+        """Half a window along each axis of several windows; both axes go together in a classifier, as in the published code."""
+        sizes = grid if self.strides else (max(grid),) * 2
+        down, right = (window // 2 if size > window else 0 for size in sizes)
+        return down, right
 
 
-def _init_weights(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Conv2d)):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+def check_windows(windows: list[int] | tuple[int, ...], height: int, width: int) -> None:
+    """Raise a UserError unless the windows of each stage tile the tokens of an image."""
+    for stage, window in enumerate(windows):
+        stride = STEM_STRIDE * 2**stage
+        if height % (stride * window) or width % (stride * window):
+            raise UserError(
+                f"an image of {height}x{width} pixels does not divide into the windows of stage {stage + 1}, whose side is "
+                f"{window} tokens",
+                f"change model.image_size or model.switches.windows: sides must be multiples of {stride * window} pixels",
+            )
 
 
 register(
     PosMLP,
     PosMLPSwitches,
     "PosMLP (ACM MM 2022), Table 2",
-    {
-        "posmlp_t": (96, "PosMLP Tiny, width 96", 21, 5.2, 82.1),
-        "posmlp_s": (128, "PosMLP Small, width 128", 37, 8.7, 83.0),
-        "posmlp_b": (192, "PosMLP Base, width 192", 82, 18.6, 83.6),
-    },
+    posmlp_t=(96, "PosMLP Tiny, width 96", 21, 5.2, 82.1),
+    posmlp_s=(128, "PosMLP Small, width 128", 37, 8.7, 83.0),
+    posmlp_b=(192, "PosMLP Base, width 192", 82, 18.6, 83.6),
 )

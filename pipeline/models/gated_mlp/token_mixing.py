@@ -13,9 +13,9 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.common.layers import constant_table, relative_index
+from pipeline.models.common.layers import constant_table
 from pipeline.models.common.probe import probe
-from pipeline.models.gated_mlp.partition import Runs
+from pipeline.models.common.windows import Runs, relative_index
 
 Covariance = Literal["isotropic", "free", "semidefinite"]
 # Initialization, as in the published code.
@@ -48,6 +48,9 @@ class LearnedMap(nn.Module):
         groups: channel groups with a table each (GLRPE); W is shared by all groups.
         token_weights: learn W, a weight per pair of tokens.
         relative_table: learn r, a weight per relative position.
+
+    ``forward``: connected (windows, N, N) bool, the pairs that may mix in each window, or None for all -> (groups, N, N), or
+    (windows, groups, N, N) with ``connected``; 0 for pairs that may not mix.
     """
 
     def __init__(self, window: int, groups: int, token_weights: bool, relative_table: bool) -> None:
@@ -61,14 +64,6 @@ class LearnedMap(nn.Module):
             nn.init.trunc_normal_(self.table, std=TABLE_STD)
 
     def forward(self, connected: Tensor | None = None) -> Tensor:
-        """The map.
-
-        Args:
-            connected: (windows, N, N) bool, the pairs that may mix in each window; None: all.
-
-        Returns:
-            (groups, N, N), or (windows, groups, N, N) with ``connected``; 0 for pairs that may not mix.
-        """
         parts: list[Tensor] = []
         if self.weight is not None:
             parts.append(self.weight[None])  # (1, N, N)
@@ -88,18 +83,17 @@ class GaussianMap(nn.Module):
     Table 6 and Figure 8, Σ = ΓΓᵀ denotes what Eq. 5 writes as an inverse: large values make the map local.
 
     Args:
-        window: side of the window; N = window² tokens.
         groups: channel groups with a Gaussian each.
         covariance: the form of Σ (Table 6). ``semidefinite``: ΓΓᵀ. ``free``: Γ. ``isotropic``: αI with α = spread², which
             scales the whole form as in the paper (the published code does not scale its quadratic term).
         learned_centers: learn Δ, the offset from the query at which the Gaussian peaks; false: Δ = 0.
+
+    ``forward``: as :class:`LearnedMap`; rows sum to 1.
     """
 
     def __init__(self, window: int, groups: int, covariance: Covariance, learned_centers: bool) -> None:
         super().__init__()
-        self.window = window
-        self.covariance_form = covariance
-        self.learned_centers = learned_centers
+        self.window, self.covariance_form = window, covariance
         unit = torch.ones(groups) if covariance == "isotropic" else torch.eye(2).repeat(groups, 1, 1)
         self.spreads = nn.Parameter(unit + POSITION_STD * torch.randn_like(unit))  # (groups,) or (groups, 2, 2)
         if learned_centers:
@@ -116,14 +110,7 @@ class GaussianMap(nn.Module):
         return self.spreads @ self.spreads.transpose(1, 2)
 
     def forward(self, connected: Tensor | None = None) -> Tensor:
-        """The map, in full precision even under autocast: it is small, and its rounding error would affect every token.
-
-        Args:
-            connected: (windows, N, N) bool, the pairs that may mix in each window; None: all.
-
-        Returns:
-            (groups, N, N), or (windows, groups, N, N) with ``connected``; rows sum to 1.
-        """
+        # In full precision even under autocast: the map is small, and its rounding error would affect every token.
         with torch.autocast(self.spreads.device.type, enabled=False):
             sigma = self.covariance()  # (groups, 2, 2)
             probe("covariance", lambda: sigma)
@@ -140,31 +127,15 @@ class GaussianMap(nn.Module):
 
 
 def mix_tokens(mixing: Tensor, x: Tensor) -> Tensor:
-    """Replace each token by the map's weighted sum over the tokens of its window.
-
-    Args:
-        mixing: (groups, N, N), the same for all windows, or (windows, groups, N, N).
-        x: (B, windows, N, width); channel c belongs to group c mod groups.
-
-    Returns:
-        (B, windows, N, width).
-    """
+    """Replace each token by the map's weighted sum over the tokens of its window: mixing (groups, N, N), the same for all windows,
+    or (windows, groups, N, N), x (B, windows, N, width) -> the same shape. Channel c belongs to group c mod groups."""
     grouped = x.unflatten(-1, (-1, mixing.shape[-3]))  # (B, windows, N, width / groups, groups)
     equation = "gqk,bwkcg->bwqcg" if mixing.ndim == 3 else "wgqk,bwkcg->bwqcg"
     return torch.einsum(equation, mixing, grouped).flatten(-2)
 
 
 def mix_tokens_by_kind(mixing: Tensor, x: Tensor, runs: Runs) -> Tensor:
-    """:func:`mix_tokens` with a map for each kind of window.
-
-    Args:
-        mixing: (kinds, groups, N, N), kinds in row-major order of the runs.
-        x: (B, windows, N, width), windows in row-major order.
-        runs: the windows of each kind.
-
-    Returns:
-        (B, windows, N, width).
-    """
+    """:func:`mix_tokens` with a map for each kind of window: (kinds, groups, N, N), kinds in row-major order of the runs."""
     kinds = iter(mixing.unbind(0))  # (groups, N, N) each
     bands = []
     for band in x.unflatten(1, (sum(runs.rows), sum(runs.columns))).split(runs.rows, dim=1):

@@ -16,27 +16,30 @@ takes, and the global blocks are LSAT's.
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from pydantic import model_validator
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
-from pipeline.models.common.base import ModelOptions, Switches, VisionModel, check_sides, settle
-from pipeline.models.common.layers import ModuleList, init_linear
+from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scales_of_block
+from pipeline.models.common.layers import LAYER_NORM_EPS, ModuleList, check_same_size, check_sides, init_linear_and_convolution
 from pipeline.models.entry import register
-from pipeline.models.lsat.blocks import LAYER_NORM_EPS, AnyBlock, Block, Downsampling, Level
-from pipeline.models.lsat.shifts import (
-    LSATLayout,
+from pipeline.models.lsat.blocks import (
+    SHIFTS_32,
+    SHIFTS_224,
+    Block,
+    Downsampling,
     PositionEmbedding,
     ShiftEmbedding,
-    grid_side,
-    layout_32,
-    layout_224,
+    ShiftSet,
+    translate,
 )
 from pipeline.models.lsat.table6 import ConvolutionalProjection, CvTBlock, SwinBlock, TokenEmbedding, overlapping
+
+AnyBlock = Block | SwinBlock | CvTBlock
 
 
 class LSATSwitches(Switches):
@@ -66,14 +69,39 @@ class LSATSwitches(Switches):
         return self
 
 
+@dataclass(frozen=True)
+class LSATLayout:
+    """A column of Table 2: width, heads and depth per level; the first level's depth includes the local block."""
+
+    widths: tuple[int, ...]
+    heads: tuple[int, ...]
+    depths: tuple[int, ...]
+    kernel: int  # of the patch embedding, as stride and padding
+    stride: int
+    padding: int
+    shifts: ShiftSet
+    kv_heads: Literal["shared", "per_head"]
+
+
+class Level(nn.Module):
+    """The modules of one level: position embedding, blocks and their shared norms."""
+
+    def __init__(self, position: PositionEmbedding, blocks: list[AnyBlock], width: int) -> None:
+        super().__init__()
+        self.position = position
+        self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.blocks = ModuleList(blocks)
+        self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+
+
 class LSAT(VisionModel):
     """Locally shifted attention transformer.
 
     Args:
         layout: a column of Table 2.
-        options: see :class:`ModelOptions`. ``image_size``: a multiple of the patch embedding's stride, large enough for a token on the
-            last level. ``forward`` takes no other size, because of the position embeddings, but in the feature form. ``drop_path``:
-            of every branch (0.1 in the published code).
+        options: ``image_size``: a multiple of the patch embedding's stride, large enough for a token on the last level.
+            ``forward`` takes no other size, because of the position embeddings, except in the feature form. ``drop_path``: of
+            every branch (0.1 in the published code).
 
     Raises:
         UserError: ``image_size`` or ``switches.heads`` does not suit the layout.
@@ -95,24 +123,25 @@ class LSAT(VisionModel):
     )
     reference_switches = frozenset({"heads"})
 
-    def __init__(self, layout: LSATLayout, **options: Unpack[ModelOptions]) -> None:
-        settings, switches = settle(options, LSATSwitches)
+    def __init__(self, layout: LSATLayout, switches: LSATSwitches | None = None, **options: Any) -> None:
+        switches, settings = switches or LSATSwitches(), ModelOptions(**options)
         if switches.kv_heads == layout.kv_heads:  # the published setting, stated explicitly
             switches = switches.model_copy(update={"kv_heads": None})
-        blocks = sum(layout.depths) + (switches.local == "swin_pair")
-        super().__init__([settings.drop_path] * 2 * blocks, settings.activation_checkpointing, switches)
-        image_size = settings.image_size
+        depth = sum(layout.depths) + (switches.local == "swin_pair")
+        super().__init__([settings.drop_path] * 2 * depth, settings.activation_checkpointing, switches)
+        self.image_size, self.stride = settings.image_size, layout.stride
         self.least_side = layout.stride * 2 ** (len(layout.widths) - 1)  # a token on the coarsest level
-        check_sides([image_size], layout.stride, self.least_side)
-        self.image_size, self.stride = image_size, layout.stride
+        check_sides([self.image_size], layout.stride, self.least_side)
         self.embedding = _build_embedding(layout, switches)
         variants = len(self.embedding.shift_set.shifts) if isinstance(self.embedding, ShiftEmbedding) else 1
         self.projection = ConvolutionalProjection(layout.widths[0]) if switches.local == "cvt" else None
-        self.levels = ModuleList(_build_level(layout, i, image_size, variants, switches) for i in range(len(layout.widths)))
-        self.downsamplings = nn.ModuleList(Downsampling(*layout.widths[i : i + 2]) for i in range(len(layout.widths) - 1))
+        self.levels = ModuleList(
+            _build_level(layout, i, self.image_size, variants, switches) for i in range(len(layout.widths))
+        )
+        self.downsamplings = nn.ModuleList(map(Downsampling, layout.widths, layout.widths[1:]))
         self.norm = nn.LayerNorm(layout.widths[-1], eps=LAYER_NORM_EPS)
         self.head = nn.Linear(layout.widths[-1], settings.num_classes)
-        self.apply(_init_weights)
+        self.apply(init_linear_and_convolution)
 
     def layer_of(self, name: str) -> int:
         """See the base class. A downsampling belongs to the level that it leads to; CvT's projection is part of the local block."""
@@ -123,12 +152,7 @@ class LSAT(VisionModel):
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """See the base class. The size is ``image_size``."""
-        for size in images.shape[-2:]:
-            if size != self.image_size:
-                raise UserError(
-                    f"the images have a side of {size} pixels, but this LSAT was built with image_size={self.image_size}",
-                    f"set model.image_size={size} or resize the images",
-                )
+        check_same_size(images, self.image_size)
         return self.head(self.norm(self._run_levels(images, noise)[-1].squeeze(2)).mean(dim=1))  # (B, num_classes)
 
     def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -136,12 +160,8 @@ class LSAT(VisionModel):
         return tuple(self.stride * 2**i for i in levels), tuple(level.norm1.normalized_shape[0] for level in self.levels)
 
     def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
-        """The patches of each level i after its last block, each normalized: stride ``stride * 2^i``, sides rounded up.
-
-        Args:
-            images: (B, 3, H, W), sides as ``image_size`` may be, not necessarily equal; the position embeddings are resampled.
-            noise: as in :meth:`class_scores`.
-        """
+        """The patches of each level i after its last block, each normalized: stride ``stride * 2^i``, sides rounded up. H and W are
+        as ``image_size`` may be, not necessarily equal; the position embeddings are resampled."""
         check_sides(images.shape[-2:], self.stride, self.least_side, of_images=True)
         maps = self._run_levels(images, noise)
         return [self.normed_map(x.squeeze(2).unflatten(1, self.grid(i, images)), i) for i, x in enumerate(maps)]
@@ -150,15 +170,16 @@ class LSAT(VisionModel):
         """(B, 3, H, W) -> (B, N, 1, width) of each level."""
         scales = self.branch_scales(images.shape[0], noise)  # (B, 2 * depth) or None
         x = self.embedding(images)  # (B, N, T, width)
-        outputs, column = [], 0
+        outputs: list[Tensor] = []
+        number = 0  # of the block
         for i, level in enumerate(self.levels):
+            grid = self.grid(i, images)
             if i > 0:
                 x = self.downsamplings[i - 1](x, self.grid(i - 1, images))  # (B, N of this level, 1, width of this level)
-            x = level.position(x, self.grid(i, images))
+            x = level.position(x, grid)
             for block in level.blocks:
-                branch_scales = None if scales is None else scales[:, column : column + 2]
-                x = self._run(block, x, level, self.grid(i, images), branch_scales)  # (B, N, 1, width)
-                column += 2
+                x = self._run(block, x, level, grid, scales_of_block(scales, number))  # (B, N, 1, width)
+                number += 1
             outputs.append(x)
         return outputs
 
@@ -180,15 +201,16 @@ def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbeddi
     width, shape = layout.widths[0], (layout.kernel, layout.stride, layout.padding)
     if switches.local == "cvt":
         return TokenEmbedding(nn.Conv2d(3, width, *overlapping(*shape)))
-    shifts = layout.shifts
-    if switches.local != "lsa":
-        shifts = shifts.image_itself()
-    elif switches.shifts != "all":
-        shifts = shifts.along_one_axis() if switches.shifts == "axes" else shifts.image_itself()
-    convolutions = len(shifts.shifts)
+    shifts, shift_image = layout.shifts
+    if switches.local != "lsa" or switches.shifts == "none":
+        shifts = shifts[:1]
+    elif switches.shifts == "axes":
+        shifts = tuple(shift for shift in shifts if 0 in shift)
+    convolutions = len(shifts)
     if switches.shift_by == "translation":
-        shifts, convolutions = shifts.by_translation(), 1
-    return ShiftEmbedding(shifts, [nn.Conv2d(3, width, *shape) for _ in range(convolutions)])
+        shift_image, convolutions = translate, 1
+    projections = [nn.Conv2d(3, width, *shape) for _ in range(convolutions)]
+    return ShiftEmbedding(ShiftSet(shifts, shift_image), projections)
 
 
 def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int, switches: LSATSwitches) -> Level:
@@ -199,50 +221,47 @@ def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int,
             f"set it to {max(n for n in range(1, heads) if width % n == 0)}",
         )
     kv_heads = heads if (switches.kv_heads or layout.kv_heads) == "per_head" else 1
-    local = level == 0 and variants > 1
-    tokens = grid_side(image_size // layout.stride, level) ** 2
+    local, side = level == 0 and variants > 1, image_size // layout.stride
+    tokens = grid_side(side, level) ** 2
     shape = (variants, tokens, width) if local and switches.position == "per_variant" else (tokens, width)
     blocks: list[AnyBlock] = [Block(width, heads, kv_heads, local and i == 0) for i in range(layout.depths[level])]
-    if level == 0 and switches.local != "lsa":
-        side = image_size // layout.stride
-        swin = [SwinBlock(width, heads, side, shifted) for shifted in (False, True)[: 1 + (switches.local == "swin_pair")]]
-        blocks[:1] = [CvTBlock(width, heads)] if switches.local == "cvt" else swin
+    if level == 0 and switches.local == "cvt":
+        blocks[:1] = [CvTBlock(width, heads)]
+    elif level == 0 and switches.local != "lsa":
+        blocks[:1] = [
+            SwinBlock(width, heads, side, shifted) for shifted in (False, True)[: 1 + (switches.local == "swin_pair")]
+        ]
     return Level(PositionEmbedding(*shape), blocks, width)
 
 
-def _init_weights(module: nn.Module) -> None:
-    """Truncated normal weights and zero biases of linear layers and convolutions, as in the published code."""
-    init_linear(module)
-    if isinstance(module, nn.Conv2d):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+def grid_side(side: int, halvings: int) -> int:
+    """Side of the token grid after ``halvings`` of a grid of side ``side``."""
+    return -(-side // 2**halvings)  # rounds up, like the padded max pooling
+
+
+def _at_32(width: int, heads: int, depths: tuple[int, ...]) -> LSATLayout:
+    return LSATLayout((width,) * 4, (heads,) * 4, depths, 3, 1, 1, SHIFTS_32, kv_heads="shared")
 
 
 # The paper's GMACs include the matrix products of attention but not the shift embeddings (0.48 of 3.63 and 0.10 of 7.72 GMACs).
 _PAPER = "Locally Shifted Attention With Early Global Integration (2021)"
 # Table 2 says kernel 7 without padding for the Tiny; the published code's kernel 9 gives the 9.9 M parameters of Table 4.
-_TINY = layout_224((192,) * 4, (4,) * 4, (2, 4, 4, 4), kernel=9, stride=7, padding=1)
-_SMALL = layout_224((64, 192, 384), (2, 6, 12), (2, 2, 10), kernel=4, stride=4, padding=0)
+_TINY = LSATLayout((192,) * 4, (4,) * 4, (2, 4, 4, 4), 9, 7, 1, SHIFTS_224, kv_heads="per_head")
+_SMALL = LSATLayout((64, 192, 384), (2, 6, 12), (2, 2, 10), 4, 4, 0, SHIFTS_224, kv_heads="per_head")
 register(
     LSAT,
     LSATSwitches,
     f"{_PAPER}, Tables 2 and 4",
-    {
-        "lsat_t_224": (_TINY, "LSAT Tiny, 224 pixels, 10 shifts", 9.9, 3.1, 76.0),
-        "lsat_s_224": (_SMALL, "LSAT Small, 224 pixels, 10 shifts", 22.0, 7.6, 82.2),
-    },
+    lsat_t_224=(_TINY, "LSAT Tiny, 224 pixels, 10 shifts", 9.9, 3.1, 76.0),
+    lsat_s_224=(_SMALL, "LSAT Small, 224 pixels, 10 shifts", 22.0, 7.6, 82.2),
 )
 # The paper's parameter counts at 32 pixels are for other head layouts: see LSATSwitches.kv_heads and heads.
 register(
     LSAT,
     LSATSwitches,
     f"{_PAPER}, Tables 2 and 3 (CIFAR-10)",
-    {
-        "lsat_t_32": (layout_32(192, 4, (2, 4, 4, 4)), "LSAT Tiny, 32 pixels, 18 shifts", 10.2, None, 97.0),
-        "lsat_s_32": (layout_32(384, 6, (2, 4, 4, 4)), "LSAT Small, 32 pixels, 18 shifts", 36.2, None, 97.64),
-        "lsat_b_32": (layout_32(768, 12, (3, 3, 3, 3)), "LSAT Base, 32 pixels, 18 shifts", 115.8, None, 97.75),
-    },
-    image_size=32,
-    num_classes=10,
+    data=(32, 10),
+    lsat_t_32=(_at_32(192, 4, (2, 4, 4, 4)), "LSAT Tiny, 32 pixels, 18 shifts", 10.2, None, 97.0),
+    lsat_s_32=(_at_32(384, 6, (2, 4, 4, 4)), "LSAT Small, 32 pixels, 18 shifts", 36.2, None, 97.64),
+    lsat_b_32=(_at_32(768, 12, (3, 3, 3, 3)), "LSAT Base, 32 pixels, 18 shifts", 115.8, None, 97.75),
 )

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.models.common.base import scale_branch
-from pipeline.models.common.layers import MLP, connected_tokens, from_windows, relative_index, to_windows
+from pipeline.models.common.layers import MLP
 from pipeline.models.common.probe import probe
+from pipeline.models.common.windows import Tiling, relative_index
 
 MLP_RATIO = 4
 LAYER_NORM_EPS = 1e-5  # of CvT's and of Swin's published code
@@ -73,11 +74,8 @@ class ConvolutionalProjection(nn.Module):
 
 
 class ProjectedAttention(nn.Module):
-    """Multi-head attention of tokens that :class:`ConvolutionalProjection` made; keys and values per head.
-
-    Scores are scaled by width**-0.5, not head_dim**-0.5, as in CvT's published code.
-
-    Probe: ``attention`` (B, heads, 1, N, S).
+    """Multi-head attention of tokens that :class:`ConvolutionalProjection` made; keys and values per head. Scores are scaled by
+    width**-0.5, not head_dim**-0.5, as in CvT's published code. Probe: ``attention`` (B, heads, 1, N, S).
 
     ``forward``: queries (B, N, width), keys, values (B, S, width) -> (B, N, width).
     """
@@ -85,15 +83,12 @@ class ProjectedAttention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads, self.scale = heads, width**-0.5
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
-        self.proj = nn.Linear(width, width)
+        self.query, self.key, self.value, self.proj = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         q, k, v = (
-            each.unflatten(2, (self.heads, -1)).transpose(1, 2)  # (B, heads, N or S, head_dim)
-            for each in (self.query(queries), self.key(keys), self.value(values))
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2)  # (B, heads, N or S, head_dim)
+            for part in (self.query(queries), self.key(keys), self.value(values))
         )
         out = F.scaled_dot_product_attention(q, k, v, scale=self.scale)  # (B, heads, N, head_dim)
         probe("attention", lambda: (q @ k.transpose(-1, -2) * self.scale).softmax(-1).unsqueeze(2))
@@ -126,9 +121,9 @@ BIAS_STD = 0.02
 
 
 class RelativeBias(nn.Module):
-    """A learned bias for each relative position in a window and each head (Eq. 4).
+    """A learned bias for each relative position in a window and each head (Eq. 4), a module so that ZeRO-3 gathers the table.
 
-    A module of its own, so that ZeRO-3 gathers the table. ``forward``: () -> (heads, N, N), N = window².
+    ``forward``: () -> (heads, N, N), N = window².
     """
 
     def __init__(self, window: int, heads: int) -> None:
@@ -141,9 +136,7 @@ class RelativeBias(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Multi-head attention within windows, with relative position bias.
-
-    Probe: ``attention`` (B, heads, windows, N, N).
+    """Multi-head attention within windows, with relative position bias. Probe: ``attention`` (B, heads, windows, N, N).
 
     ``forward``: x (B, windows, N, width), connected (windows, N, N) bool or None, the pairs that attend to each other -> like x.
     """
@@ -165,27 +158,22 @@ class WindowAttention(nn.Module):
             bias = torch.where(connected[:, None], bias, float("-inf"))
         bias = bias.flatten(0, 1)  # (windows * heads, N, N)
         out = F.scaled_dot_product_attention(q, k, v, bias)  # (B, windows * heads, N, head_dim)
-        probe("attention", lambda: self._attention(q, k, bias, windows))
+
+        def weights() -> Tensor:  # (B, heads, windows, N, N)
+            of_heads = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias).softmax(-1)  # (B, windows * heads, N, N)
+            return of_heads.unflatten(1, (windows, self.heads)).transpose(1, 2)
+
+        probe("attention", weights)
         out = out.unflatten(1, (windows, self.heads)).transpose(2, 3)  # (B, windows, N, heads, head_dim)
         return self.proj(out.flatten(3))
-
-    def _attention(self, q: Tensor, k: Tensor, bias: Tensor, windows: int) -> Tensor:
-        """The attention weights: (B, heads, windows, N, N)."""
-        weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias).softmax(-1)  # (B, windows * heads, N, N)
-        return weights.unflatten(1, (windows, self.heads)).transpose(1, 2)
 
 
 class SwinBlock(nn.Module):
     """Window attention and MLP, each behind a LayerNorm and with a residual connection (Eq. 3).
 
     A grid that the windows do not tile is padded at the bottom and right with zeros, which no token of the image attends to.
-    Swin's code for classification refuses such grids.
-
-    Args:
-        width: channels of a token.
-        heads: attention heads.
-        side: of the token grid; windows are no larger, and not shifted if one holds the whole grid.
-        shifted: shift the windows by half their side, as in every second block of Swin.
+    Swin's code for classification refuses such grids. Windows are no larger than ``side``, that of the grid in training.
+    ``shifted``: by half their side, as in every second block of Swin, unless one holds the whole grid.
 
     ``forward``: x (B, N, 1, width), grid (rows, columns), branch_scales (B, 2) or None -> like x.
     """
@@ -204,12 +192,7 @@ class SwinBlock(nn.Module):
         return x + scale_branch(self.mlp(self.norm2(x)), branch_scales, 1)
 
     def _attend(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        (rows, columns), window, shift = grid, self.window, self.shift
-        bottom, right = -rows % window, -columns % window
+        tiling = Tiling(grid, self.window, (self.shift, self.shift))
         image = x.squeeze(2).unflatten(1, grid)  # (B, rows, columns, width)
-        if bottom or right:
-            image = F.pad(image, (0, 0, 0, right, 0, bottom))  # (B, rows', columns', width)
-        connected = connected_tokens(grid, window, shift, x.device) if shift or bottom or right else None
-        windows = self.attention(to_windows(image, window, shift), connected)  # (B, windows, window², width)
-        image = from_windows(windows, window, (rows + bottom, columns + right), shift)[:, :rows, :columns]
-        return image.flatten(1, 2).unsqueeze(2)  # (B, N, 1, width)
+        windows = self.attention(tiling.split(image), tiling.connected(x.device))  # (B, windows, window², width)
+        return tiling.join(windows).flatten(1, 2).unsqueeze(2)  # (B, N, 1, width)

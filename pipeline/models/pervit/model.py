@@ -7,41 +7,27 @@ weights; each such place says so.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
-from pipeline.models.common.base import (
-    ModelOptions,
-    Switches,
-    check_sides,
-    linear_drop_path,
-    scale_branch,
-    scales_of_block,
-    settle,
-)
-from pipeline.models.common.layers import MLP, ModuleList, init_linear
-from pipeline.models.common.vit import PositionEmbedding
+from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scale_branch, scales_of_block
+from pipeline.models.common.layers import LAYER_NORM_EPS, MLP, PATCH, ModuleList, check_same_size, check_sides, init_linear
+from pipeline.models.common.probe import probe
+from pipeline.models.common.vit import PositionEmbedding, SelfAttention, merge_heads, split_heads
 from pipeline.models.entry import register
-from pipeline.models.pervit.attention import PeripheralAttention, StaticAttention
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
 
-STEM_STRIDE = 16  # pixels per token
-LEAST_SIDE = 2 * STEM_STRIDE  # of an image: Φp needs two tokens along an axis
-LAYER_NORM_EPS = 1e-6
+LEAST_SIDE = 2 * PATCH  # of an image: Φp needs two tokens along an axis
 
 
 class PerViTSwitches(Switches):
-    """Tables 1, 2, 3, 5 and S3 of the paper and its supplement; the defaults are the published model.
-
-    The description of a switch says what replaces a disabled part and, where the paper does not specify it, how we read it.
-    """
+    """Tables 1, 2, 3, 5 and S3 of the paper and its supplement; the defaults are the published model."""
 
     phi_p: bool = True
     """Position-based attention Φp (Tables 1, 3). false: Φp = 1, which is plain self-attention."""
@@ -67,17 +53,12 @@ class PerViTSwitches(Switches):
     """Table S3, fixed: the parameters of Φp are frozen at their initial values."""
 
     @model_validator(mode="after")
-    def _something_weighs_the_values(self) -> PerViTSwitches:
+    def _switches_suit_each_other(self) -> PerViTSwitches:
         if not self.phi_p and not self.phi_c:
             raise ValueError("must have phi_p or phi_c, without which attention averages the values: set one of them to true")
-        return self
-
-    @model_validator(mode="after")
-    def _phi_p_is_there_to_be_varied(self) -> PerViTSwitches:
-        if not self.phi_p:
-            for name, field in type(self).model_fields.items():
-                if name.startswith("phi_p_") and getattr(self, name) != field.default:
-                    raise ValueError(f"has {name} = {getattr(self, name)!r}, but phi_p = false removes Φp; drop one of the two")
+        for name, field in type(self).model_fields.items():
+            if not self.phi_p and name.startswith("phi_p_") and getattr(self, name) != field.default:
+                raise ValueError(f"has {name} = {getattr(self, name)!r}, but phi_p = false removes Φp; drop one of the two")
         return self
 
     @property
@@ -99,11 +80,7 @@ class PerViTLayout:
     mlp_ratio: int = 4
 
     def with_widths(self, widths: tuple[int, int, int, int]) -> PerViTLayout:
-        """The same layout with other stage widths; the stem's last width follows the first stage.
-
-        Raises:
-            UserError: a width is not a multiple of the number of heads.
-        """
+        """The same layout with other stage widths, multiples of the heads; the stem's last width follows the first stage."""
         for width in widths:
             if width % self.heads:
                 near = max(1, round(width / self.heads)) * self.heads
@@ -122,14 +99,9 @@ class ConvStem(nn.Module):
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
-        channels = (3, *widths)
         self.layers = nn.ModuleList(
-            nn.Sequential(
-                nn.Conv2d(channels[i], channels[i + 1], 3, stride=2, padding=1),
-                nn.BatchNorm2d(channels[i + 1]),
-                nn.ReLU(inplace=True),
-            )
-            for i in range(len(widths))
+            nn.Sequential(nn.Conv2d(inputs, width, 3, stride=2, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+            for inputs, width in zip((3, *widths), widths)
         )
         self.projection = nn.Conv2d(widths[-1], widths[-1], 1)
 
@@ -140,12 +112,57 @@ class ConvStem(nn.Module):
         return self.projection(x)
 
 
+class PeripheralAttention(SelfAttention):
+    """Attention by content and position (Eq. 3).
+
+    Normalize[exp(τ Q Kᵀ) ⊙ Φp] V equals softmax(τ Q Kᵀ + log Φp) V (:func:`~pipeline.kernels.peripheral_attention`).
+
+    Probes: those of the base class, ``phi_c`` as in the authors' code (normalization cancels the row maximum), and ``phi_p``
+    (heads, N, N), unless Φp = 1.
+
+    ``forward``: x (B, N, width), log_phi (heads, N, N) or None for Φp = 1 -> (B, N, width).
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads, qkv_bias=False)
+
+    def forward(self, x: Tensor, log_phi: Tensor | None = None) -> Tensor:
+        if log_phi is not None:
+            probe("phi_p", lambda: log_phi.exp())
+        return super().forward(x, log_phi)
+
+
+class StaticAttention(nn.Module):
+    """Attention by position only (Φc = 1): Normalize[Φp] V (Table 1 c). Has no query and key projections.
+
+    Probes: ``phi_p`` (heads, N, N) and ``attention`` (1, heads, N, N), the same for all images.
+
+    ``forward``: x (B, N, width), log_phi (heads, N, N) -> (B, N, width).
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.v = nn.Linear(width, width, bias=False)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, log_phi: Tensor) -> Tensor:
+        (v,) = split_heads(self.v(x), 1, self.heads)  # (B, heads, N, head_dim)
+        weights = log_phi.softmax(-1)[None]  # (1, heads, N, N)
+        probe("phi_p", lambda: log_phi.exp())
+        probe("attention", lambda: weights)
+        return self.proj(merge_heads(weights.to(v.dtype) @ v))  # (B, N, width)
+
+
 class Block(nn.Module):
     """Convolutional position encoding (CPE) and peripheral attention, then an MLP that may change the width.
 
     As in the authors' code, the CPE (a depthwise 3x3 convolution) is inside the attention branch, before the norm, without a
     residual connection of its own; in the last block of a stage ``fc2`` changes the width and a linear layer projects the
     residual.
+
+    ``forward``: x (B, N, width), log_phi (heads, N, N) of this layer or None for Φp = 1, grid (rows, columns) with
+    N = rows * columns, branch_scales (B, 2) stochastic-depth factors of the two branches or None for 1 -> (B, N, out_width).
     """
 
     def __init__(self, width: int, out_width: int, layout: PerViTLayout, layer: int, switches: PerViTSwitches) -> None:
@@ -154,26 +171,14 @@ class Block(nn.Module):
         self.cpe = nn.Conv2d(width, width, 3, padding=1, groups=width) if switches.cpe else nn.Identity()
         self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         if switches.phi_design:
-            self.position = PeripheralPosition(
-                heads, layer, depth, switches.phi_design
-            )  # called by PhiModel, once per forward pass
+            # Called by PhiModel, once per forward pass.
+            self.position = PeripheralPosition(heads, layer, depth, switches.phi_design)
         self.attn = (PeripheralAttention if switches.phi_c else StaticAttention)(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.mlp = MLP(width, layout.mlp_ratio * width, out_width)
         self.residual = nn.Identity() if width == out_width else nn.Linear(width, out_width)
 
     def forward(self, x: Tensor, log_phi: Tensor | None, grid: tuple[int, int], branch_scales: Tensor | None) -> Tensor:
-        """One transformer block.
-
-        Args:
-            x: (B, N, width), tokens in row-major order of ``grid``.
-            log_phi: (heads, N, N) of this layer, or None for Φp = 1.
-            grid: (rows, columns), N = rows * columns.
-            branch_scales: (B, 2) stochastic-depth factors of the two branches, or None for 1.
-
-        Returns:
-            (B, N, out_width).
-        """
         image = x.transpose(1, 2).unflatten(2, grid)  # (B, width, rows, columns)
         position_aware = self.cpe(image).flatten(2).transpose(1, 2)  # (B, N, width)
         attended = self.attn(self.norm1(position_aware), log_phi)
@@ -186,11 +191,11 @@ class PerViT(PhiModel):
 
     Args:
         layout: widths and depths.
-        options: see :class:`ModelOptions`. ``image_size``: a multiple of 16, at least 32. ``forward`` takes other sizes too: Φp is
-            computed for the grid of the image. ``activation_checkpointing``: neither of the stem, whose BatchNorm would update its
-            statistics twice, nor of Φp, whose activations do not grow with the batch.
+        options: ``image_size``: a multiple of 16, at least 32. ``forward`` takes other sizes too: Φp is computed for the grid of
+            the image. ``activation_checkpointing``: neither of the stem, whose BatchNorm would update its statistics twice, nor of
+            Φp, whose activations do not grow with the batch.
 
-    Probes of every layer: ``phi_p``, ``phi_c`` and ``attention``, see :mod:`pipeline.models.pervit.attention`.
+    Probes of every layer: ``phi_p``, ``phi_c`` and ``attention``, see :class:`PeripheralAttention`.
 
     Raises:
         UserError: ``image_size`` does not fit the stem, or a width the heads.
@@ -207,23 +212,23 @@ class PerViT(PhiModel):
         ("blocks.*.res_path.", "blocks.*.residual."),
     )
     blocks: ModuleList[Block]
+    switches: PerViTSwitches
     reference_switches = frozenset({"widths", "phi_p_init", "phi_p_frozen"})
 
-    def __init__(self, layout: PerViTLayout, **options: Unpack[ModelOptions]) -> None:
-        settings, switches = settle(options, PerViTSwitches)
+    def __init__(self, layout: PerViTLayout, switches: PerViTSwitches | None = None, **options: Any) -> None:
+        switches, settings = switches or PerViTSwitches(), ModelOptions(**options)
         if switches.widths is not None:
             layout = layout.with_widths(switches.widths)
         depth = sum(layout.depths)
         super().__init__(linear_drop_path(settings.drop_path, depth), settings.activation_checkpointing, switches)
-        image_size = settings.image_size
-        check_sides([image_size], STEM_STRIDE, LEAST_SIDE)
-        stage_of = [stage for stage, blocks in enumerate(layout.depths) for _ in range(blocks)]
-        widths = [layout.widths[stage] for stage in stage_of]
-        self.stem = ConvStem(layout.stem_widths) if switches.conv_stem else nn.Conv2d(3, widths[0], STEM_STRIDE, STEM_STRIDE)
+        self.image_size = image_size = settings.image_size
+        check_sides([image_size], PATCH, LEAST_SIDE)
+        widths = [width for width, blocks in zip(layout.widths, layout.depths) for _ in range(blocks)]
+        self.stem = ConvStem(layout.stem_widths) if switches.conv_stem else nn.Conv2d(3, widths[0], PATCH, PATCH)
         if switches.position_embedding:
-            self.position_embedding = PositionEmbedding(image_size, extra_tokens=0, width=widths[0], masked_at_test=False)
+            self.position_embedding = PositionEmbedding(image_size, extra_tokens=0, width=widths[0])
         if switches.phi_design:
-            self.add_phi_inputs(layout.heads, image_size // STEM_STRIDE, switches.phi_design)
+            self.add_phi_inputs(layout.heads, image_size // PATCH, switches.phi_design)
         self.blocks = ModuleList(Block(widths[i], widths[min(i + 1, depth - 1)], layout, i, switches) for i in range(depth))
         self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
         self.head = nn.Linear(widths[-1], settings.num_classes)
@@ -238,41 +243,37 @@ class PerViT(PhiModel):
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """See the base class. H and W are multiples of 16 and at least 32."""
-        check_sides(images.shape[-2:], STEM_STRIDE, LEAST_SIDE, of_images=True)
+        check_sides(images.shape[-2:], PATCH, LEAST_SIDE, of_images=True)
+        if self.switches.position_embedding:
+            check_same_size(images, self.image_size)
         # Here, not deeper: `train.compile=model` leaves the stem out, and ends a graph in every function around its call.
         x = self._tokens(self.stem(images), noise)  # (B, N, width)
         return self.head(self.norm(x).mean(dim=1))  # (B, num_classes)
-
-    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (STEM_STRIDE,), (self.norm.normalized_shape[0],)
 
     def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
         """The tokens after the last block, normalized, one map of stride 16: all four stages have one resolution.
 
         Φp is computed for the grid of the images: its coordinates go from -1 to 1 on each axis whatever the number of tokens, so
-        that a head sees the same part of a larger image, not the same number of tokens. H and W are multiples of 16 and at least 32.
-
-        Raises:
-            UserError: H or W does not fit the stem, or the switch ``phi_p_distance`` is "learned" and the grid another.
+        that a head sees the same part of a larger image, not the same number of tokens. H and W are multiples of 16, at least 32;
+        the switch ``phi_p_distance=learned`` allows no other grid than that of ``image_size``.
         """
-        check_sides(images.shape[-2:], STEM_STRIDE, LEAST_SIDE, of_images=True)
+        check_sides(images.shape[-2:], PATCH, LEAST_SIDE, of_images=True)
         x = self._tokens(self.stem(images), noise)  # (B, N, width)
-        grid = (images.shape[-2] // STEM_STRIDE, images.shape[-1] // STEM_STRIDE)
+        grid = (images.shape[-2] // PATCH, images.shape[-1] // PATCH)
         return [self.normed_map(x.unflatten(1, grid), 0)]
 
     def _tokens(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """The stem's result (B, width, rows, columns) -> (B, N, width of the last stage) after the last block."""
         grid = (int(x.shape[2]), int(x.shape[3]))  # int: under tracing the sizes are tensors
         x = x.flatten(2).transpose(1, 2)  # (B, N, width)
-        if hasattr(self, "position_embedding"):
+        if self.switches.position_embedding:
             x = self.position_embedding(x, grid)
         scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
             x = self.run_block(block, x, log_phi, grid, scales_of_block(scales, i))
         return x
 
-    def no_weight_decay(self) -> set[str]:
-        """Also excludes the absolute position embedding (DeiT's rule)."""
+    def no_weight_decay(self) -> set[str]:  # DeiT's rule
         return super().no_weight_decay() | {"position_embedding.weight"}
 
 
@@ -284,9 +285,7 @@ register(
     PerViT,
     PerViTSwitches,
     "Peripheral Vision Transformer (NeurIPS 2022), Supplement Table S5",
-    {
-        "pervit_t": (_TINY, "PerViT Tiny, 4 heads", 7.6, 1.6, 78.8),
-        "pervit_s": (_SMALL, "PerViT Small, 8 heads", 21.3, 4.4, 82.1),
-        "pervit_m": (_MEDIUM, "PerViT Medium, 12 heads", 43.7, 9.0, 82.9),
-    },
+    pervit_t=(_TINY, "PerViT Tiny, 4 heads", 7.6, 1.6, 78.8),
+    pervit_s=(_SMALL, "PerViT Small, 8 heads", 21.3, 4.4, 82.1),
+    pervit_m=(_MEDIUM, "PerViT Medium, 12 heads", 43.7, 9.0, 82.9),
 )

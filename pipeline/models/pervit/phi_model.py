@@ -17,38 +17,26 @@ from torch.nn import functional as F
 from pipeline.errors import UserError
 from pipeline.models.common.base import Switches, VisionModel
 from pipeline.models.common.layers import ModuleList
-from pipeline.models.pervit.position import (
-    NORM_EPS,
-    DistanceScales,
-    LearnedVectors,
-    PeripheralPosition,
-    PhiDesign,
-    position_distances,
-    project_distances,
-)
+from pipeline.models.pervit import position
+from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
 
 
 def grouped_log_phi(
     layers: Sequence[PeripheralPosition], distance: Tensor, scale: Tensor, offset: Tensor
 ) -> tuple[Tensor, ...]:
-    """Log of the position-based attention of layers of one shape; hooks of their modules do not run.
+    """:class:`PeripheralPosition` of layers of one shape together: (heads, N, N) for each, equal to their own up to rounding.
 
-    Args:
-        layers: whose parameters are at hand, not sharded by ZeRO-3.
-        distance, scale, offset: as :meth:`PeripheralPosition.forward` takes them.
-
-    Returns:
-        (heads, N, N) for each layer, equal to the layers' own up to rounding.
+    The parameters must be at hand, not sharded by ZeRO-3; hooks of the layers' modules do not run.
     """
 
     def together(name: str) -> Tensor:  # (layers * channels, ...)
         return torch.cat([layer.get_parameter(name) for layer in layers])
 
     def normalized(maps: Tensor, name: str) -> Tensor:
-        return F.instance_norm(maps, weight=together(f"{name}.weight"), bias=together(f"{name}.bias"), eps=NORM_EPS)
+        return F.instance_norm(maps, weight=together(f"{name}.weight"), bias=together(f"{name}.bias"), eps=position.NORM_EPS)
 
     with torch.autocast(distance.device.type, enabled=False):  # as each layer by itself
-        r = project_distances(distance, scale, offset, together("projection1.weight"), together("projection1.bias"))
+        r = position.project_distances(distance, scale, offset, together("projection1.weight"), together("projection1.bias"))
         r = normalized(r, "norm1")  # (N, layers * hidden, ...)
         if layers[0].layers == 2:
             weight, bias = together("projection2.weight"), together("projection2.bias")
@@ -81,28 +69,18 @@ class PhiModel(VisionModel):
         """Create the modules shared by all layers: the scales of the distances, and the distances themselves if learned.
 
         Args:
-            heads: attention heads.
-            side: rows and columns of the patch grid; fixed for the model only if distances are learned.
-            design: the network Φp, the same in all layers.
-
-        Raises:
-            UserError: a single patch, for which the coordinates cannot be normalized.
+            side: rows and columns of the patch grid, at least 2; fixed for the model only if distances are learned.
         """
         if side < 2:
             raise UserError(f"model.image_size gives {side} x {side} patches, but Φp requires at least 2 x 2", "set it to 32")
         self.phi_design = design
         if design.distance == "learned":
-            self.position_vectors = LearnedVectors(4 * heads, (side, side), design.border)
-        self.distance_scales = DistanceScales(4 * heads, design.init)
+            self.position_vectors = position.LearnedVectors(4 * heads, (side, side), design.border)
+        self.distance_scales = position.DistanceScales(4 * heads, design.init)
 
     def log_phi(self, grid: tuple[int, int]) -> list[Tensor | None]:
-        """log Φp of every layer for a grid of (rows, columns) tokens.
-
-        In eval mode without gradients the maps are cached until a parameter or the mode changes; otherwise they are recomputed.
-
-        Returns:
-            One (heads, N, N) per block; None per block if the model has no Φp.
-        """
+        """See the base class: (heads, N, N) per block, None without Φp. In eval mode without gradients the maps are cached until a
+        parameter or the mode changes."""
         if self.phi_design is None:
             return [None] * len(self.blocks)
         if min(grid) < 2:  # of one patch the coordinates cannot be normalized
@@ -137,10 +115,9 @@ class PhiModel(VisionModel):
             return self.position_vectors(grid)
         # Device and dtype come from a buffer: under ZeRO-3, accessing a parameter here would gather it.
         like = self.drop_path_rates
-        return position_distances(*grid, like.device, like.dtype, design.border)
+        return position.position_distances(*grid, like.device, like.dtype, design.border)
 
     def phi_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of Φp in all layers."""
         if self.phi_design is None:
             return
         if self.phi_design.distance == "learned":

@@ -26,19 +26,12 @@ NORM_WEIGHT = (3.0, 0.01)
 
 @dataclass(frozen=True)
 class PhiDesign:
-    """Architecture (Table 5, bottom) and initialization (Table 5, top) of Φp; the defaults are the published model.
+    """Architecture (Table 5, bottom) and initialization (Table 5, top) of Φp; the defaults are the published model."""
 
-    Attributes:
-        distance: "euclidean" (Euc): between coordinates. "learned" (Lrn): :class:`LearnedVectors`.
-        neighbours: 3x3 kernels over the key's neighbours (N); False: 1x1.
-        layers: 2 (ML): projection, norm, ReLU, projection, norm. 1: a single projection to the heads and its norm.
-        init: see :class:`PeripheralPosition`.
-    """
-
-    distance: Literal["euclidean", "learned"] = "euclidean"
-    neighbours: bool = True
-    layers: Literal[1, 2] = 2
-    init: Literal["peripheral", "conv", "random"] = "peripheral"
+    distance: Literal["euclidean", "learned"] = "euclidean"  # Euc: between coordinates; Lrn: LearnedVectors
+    neighbours: bool = True  # N: 3x3 kernels over the key's neighbours; False: 1x1
+    layers: Literal[1, 2] = 2  # ML: projection, norm, ReLU, projection, norm; 1: a single projection to the heads and its norm
+    init: Literal["peripheral", "conv", "random"] = "peripheral"  # see PeripheralPosition
 
     @property
     def border(self) -> int:
@@ -80,10 +73,8 @@ class LearnedVectors(nn.Module):
     vector of Dr channels, and the distance in channel r is |v_q,r - v_k,r|. Scales, the extended grid, projections and norms
     are unchanged. The vectors are initialized uniformly on [-1, 1], the range of the coordinates, without spatial structure.
 
-    Args:
-        channels: Dr.
-        grid: (rows, columns) of tokens.
-        border: key positions beyond each side of the grid.
+    ``forward``: grid, the (rows, columns) that the vectors were created for -> distances from every query to every key,
+    (N, channels, rows + 2 * border, columns + 2 * border).
     """
 
     def __init__(self, channels: int, grid: tuple[int, int], border: int) -> None:
@@ -93,14 +84,6 @@ class LearnedVectors(nn.Module):
         nn.init.uniform_(self.weight, -1.0, 1.0)
 
     def forward(self, grid: tuple[int, int]) -> Tensor:
-        """Distances from every query to every key.
-
-        Returns:
-            (N, channels, rows + 2 * border, columns + 2 * border).
-
-        Raises:
-            UserError: not the grid that the vectors were created for.
-        """
         if grid != self.grid:
             raise UserError(
                 f"the image gives {grid[0]} x {grid[1]} tokens, but model.switches.phi_p_distance=learned has vectors for "
@@ -207,16 +190,15 @@ class PeripheralPosition(nn.Module):
         nn.init.constant_(last.weight, _between(*NORM_WEIGHT, layer, depth))
 
     def forward(self, distance: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-        """Log of the position-based attention.
+        """Log of the position-based attention, as log-sigmoid: the log of a sigmoid would underflow to -inf for distant keys in
+        the first layers.
 
         Args:
-            distance: (N, 1 or 4 * heads, H + 2 * border, W + 2 * border) from :func:`position_distances` or
-                :class:`LearnedVectors`.
+            distance: (N, 1 or 4 * heads, H + 2 * border, W + 2 * border) of :func:`position_distances`, :class:`LearnedVectors`.
             scale, offset: (4 * heads,) from :class:`DistanceScales`.
 
         Returns:
-            (heads, N, N): log Φp[head, query, key], as log-sigmoid: the log of a sigmoid would underflow to -inf for distant
-            keys in the first layers.
+            (heads, N, N): log Φp[head, query, key].
         """
         # Full precision even under autocast: the maps are small, and their rounding error would affect every image.
         with torch.autocast(distance.device.type, enabled=False):

@@ -89,11 +89,14 @@ def test_every_map_builds_and_trains(switches: dict, names: set[str]) -> None:
 
 def test_sizes_and_groups_that_do_not_fit_are_refused() -> None:
     """Guards against a traceback where tokens and their weights do not match."""
-    with pytest.raises(UserError, match="images are 64x128 pixels, but this gMLP was built for 64x64"):
+    with pytest.raises(UserError, match="an image has 64 x 128 pixels, but the model was built for 64 x 64"):
         small()(torch.randn(1, 3, 64, 128))
     with pytest.raises(UserError, match="model.image_size must be a multiple of 16 .* got 100: set it to 96"):
         create_model("gmlp_s", image_size=100)
-    with pytest.raises(UserError, match="model.switches.groups must divide the 48 mixed channels, got 5: set it to 8"):
+    with pytest.raises(
+        UserError,
+        match="model.switches.groups must divide the 48 mixed channels, got 5: set it to a power of two, for example 8",
+    ):
         small(switches={"mixing": "ggqpe", "groups": 5})
     with pytest.raises(UserError, match="must leave groups alone unless mixing is one of glrpe, ggqpe"):
         small(switches={"groups": 4})

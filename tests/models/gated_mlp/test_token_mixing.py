@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.models.common.layers import connected_tokens, from_windows, to_windows
+from pipeline.models.common.windows import Tiling
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, LearnedMap, mix_tokens
 
 
@@ -51,11 +51,12 @@ def test_shifted_windows_never_mix_opposite_borders() -> None:
     """Guards against windows that lose their place, and against the last ones mixing what only the wrap made neighbours."""
     x = torch.arange(6 * 9).view(1, 6, 9, 1).float()
     for shift in (0, 1):
-        assert torch.equal(from_windows(to_windows(x, 3, shift), 3, (6, 9), shift), x)
-    tokens = to_windows(x, 3, 1)[0, :, :, 0]  # (windows, 9): each value tells its place
+        tiling = Tiling((6, 9), 3, (shift, shift))
+        assert torch.equal(tiling.join(tiling.split(x)), x)
+    tokens = tiling.split(x)[0, :, :, 0]  # (windows, 9): each value tells its place
     rows, columns = tokens // 9, tokens % 9
     near = ((rows[:, :, None] - rows[:, None]).abs() < 3) & ((columns[:, :, None] - columns[:, None]).abs() < 3)
-    connected = connected_tokens((6, 9), 3, 1, x.device)
+    connected = tiling.connected(x.device)
     assert torch.equal(connected, near) and not connected.all()
     for position in (GaussianMap(3, 2, "semidefinite", True), LearnedMap(3, 2, True, True)):
         mixing = position(connected)  # (windows, groups, N, N)

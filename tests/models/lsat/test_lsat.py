@@ -14,9 +14,8 @@ from pipeline.errors import UserError
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.common.probe import recorded
 from pipeline.models.flops import count
-from pipeline.models.lsat.blocks import GroupedAttention
+from pipeline.models.lsat.blocks import SHIFTS_32, GroupedAttention, pad_circularly, roll, translate
 from pipeline.models.lsat.model import LSAT, LSATLayout, LSATSwitches
-from pipeline.models.lsat.shifts import SHIFTS_32, SHIFTS_224, pad_circularly, roll, translate
 from support.golden import RULES, Golden, assert_close, make_input
 from support.two_steps import two_steps
 
@@ -131,7 +130,10 @@ def test_shifts_move_the_image_as_they_say() -> None:
     assert translate(row, (0, -2))[0, 0, 0].tolist() == [3, 4, 5, 4, 3]
     assert torch.equal(translate(row.mT, (2, 0)), translate(row, (0, 2)).mT)
     assert torch.equal(pad_circularly(row.mT, (2, 0)), pad_circularly(row, (0, 2)).mT)
-    assert len(SHIFTS_32.along_one_axis().shifts) == 9 and len(SHIFTS_224.along_one_axis().shifts) == 7
+    with torch.device("meta"):
+        for name, size, count in (("lsat_t_32", 32, 9), ("lsat_t_224", 224, 7)):
+            model = create_model(name, image_size=size, switches={"shifts": "axes"})
+            assert len(model.embedding.shift_set.shifts) == count
 
 
 @pytest.mark.parametrize(("kernel", "padding"), [(4, 0), (9, 1)])
@@ -201,7 +203,7 @@ def test_any_size_the_stem_divides(name: str, size: int) -> None:
     model = create_model(name, num_classes=3, image_size=size).eval()
     with torch.no_grad():
         assert model(torch.randn(1, 3, size, size)).shape == (1, 3)
-    with pytest.raises(UserError, match=f"side of {2 * size} pixels, .* built with image_size={size}"):
+    with pytest.raises(UserError, match=f"{size} x {2 * size} pixels, .* built for {size} x {size}"):
         model(torch.randn(1, 3, size, 2 * size))
 
 

@@ -14,8 +14,8 @@ from pipeline.models import create_model, reference_state_dict
 from pipeline.models.common.layers import compile_tables_as_constants
 from pipeline.models.common.probe import recorded
 from pipeline.models.flops import count
+from pipeline.models.lsat.blocks import SHIFTS_32
 from pipeline.models.lsat.model import LSAT, LSATLayout, LSATSwitches
-from pipeline.models.lsat.shifts import SHIFTS_32
 from pipeline.models.lsat.table6 import ConvolutionalProjection, ProjectedAttention, SwinBlock, TokenEmbedding, overlapping
 from support.golden import Golden, _fill_rule, assert_close, make_input
 from support.two_steps import two_steps

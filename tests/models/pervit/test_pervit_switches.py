@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from pipeline.errors import UserError
 from pipeline.models import create_model, flops
 from pipeline.models.common.probe import recorded
-from pipeline.models.pervit.attention import PeripheralAttention, StaticAttention
-from pipeline.models.pervit.model import PerViT, PerViTLayout, PerViTSwitches
+from pipeline.models.pervit.model import PeripheralAttention, PerViT, PerViTLayout, PerViTSwitches, StaticAttention
 from pipeline.models.pervit.position import DistanceScales, LearnedVectors, PeripheralPosition, PhiDesign, position_distances
 from support.two_steps import two_steps
 

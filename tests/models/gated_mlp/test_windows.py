@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pipeline.models import create_model
-from pipeline.models.common.features import as_features
+from pipeline.models.common.base import as_features
 from pipeline.models.common.probe import recorded
-from pipeline.models.gated_mlp.partition import PaddedTiling, Tiling
+from pipeline.models.common.windows import Tiling
 from pipeline.models.gated_mlp.posmlp import PosMLP
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, LearnedMap, mix_tokens, mix_tokens_by_kind
 
@@ -17,10 +17,11 @@ WINDOW = 4
 GRIDS = [((8, 12), 0), ((8, 12), 2), ((5, 11), 0), ((5, 11), 2), ((3, 9), 2), ((13, 4), 2), ((2, 3), 0), ((6, 18), 1)]
 
 
-def mixed(layout: PaddedTiling, mixing: GaussianMap | LearnedMap, x: Tensor) -> Tensor:
+def mixed(tiling: Tiling, mixing: GaussianMap | LearnedMap, x: Tensor) -> Tensor:
     """The tokens of a grid (1, rows, columns, width), mixed within their windows."""
-    weights, tokens = mixing(layout.connected(x.device)), layout.split(x)
-    return layout.join(mix_tokens(weights, tokens) if layout.runs is None else mix_tokens_by_kind(weights, tokens, layout.runs))
+    connected, runs = tiling.connected_kinds(x.device)
+    weights, tokens = mixing(connected), tiling.split(x)
+    return tiling.join(mix_tokens(weights, tokens) if runs is None else mix_tokens_by_kind(weights, tokens, runs))
 
 
 def one_by_one(mixing: GaussianMap | LearnedMap, x: Tensor, shifts: tuple[int, int]) -> Tensor:
@@ -50,23 +51,22 @@ def test_tokens_mix_with_those_of_their_window_alone(grid: tuple[int, int], shif
     for parameter in mixing.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(1, *grid, 6, dtype=torch.float64)
-    layout = PaddedTiling(grid, WINDOW, shift)
+    rows, columns = (shift if size > WINDOW else 0 for size in grid)
+    tiling = Tiling(grid, WINDOW, (rows, columns))
     with torch.no_grad():
-        found = mixed(layout, mixing.double(), x)
-        torch.testing.assert_close(found, one_by_one(mixing, x, layout.shifts))
-        if not any(side % WINDOW for side in grid) and min(grid) > WINDOW:  # as the classifier does it
-            exact = Tiling(grid, WINDOW, shift)
-            weights = mixing(exact.connected(x.device))
-            torch.testing.assert_close(found, exact.join(mix_tokens(weights, exact.split(x))))
+        found = mixed(tiling, mixing.double(), x)
+        torch.testing.assert_close(found, one_by_one(mixing, x, tiling.shifts))
+        weights = mixing(tiling.connected(x.device))  # of each window, as the classifier does it
+        torch.testing.assert_close(found, tiling.join(mix_tokens(weights, tiling.split(x))))
 
 
 def test_a_large_image_has_few_kinds_of_windows() -> None:
     """Guards against a map for each of the hundreds of windows of a detector's image: gigabytes."""
     with recorded("position") as values:
         for shift in (0, 7):
-            layout = PaddedTiling((200, 334), 14, shift)
-            GaussianMap(14, 2, "semidefinite", True)(layout.connected(torch.device("cpu")))
-            assert sum(layout.runs.rows) * sum(layout.runs.columns) == 15 * 24
+            connected, runs = Tiling((200, 334), 14, (shift, shift)).connected_kinds(torch.device("cpu"))
+            GaussianMap(14, 2, "semidefinite", True)(connected)
+            assert sum(runs.rows) * sum(runs.columns) == 15 * 24
     assert all(len(maps) <= 9 for maps in values["position"])
 
 
