@@ -11,12 +11,11 @@ import numpy as np
 from pipeline.errors import UserError, counted
 from pipeline.logs.console import duration
 from pipeline.page import Html, Section, clock, html, join, page, table
+from pipeline.reports import sections
 from pipeline.reports.curves import curves, speed, weights_name
-from pipeline.reports.inside import ANALYSIS, analysis_figures, over_training, training_images
 from pipeline.reports.mistakes import Pictures, mistakes
 from pipeline.reports.papers import PaperRecipe, paper_recipe
 from pipeline.reports.predictions import find_predictions, read_predictions
-from pipeline.reports.setup import checkpoints_section, config_section, environment_section
 from pipeline.runs.folder import RunFolder, Start, starts_of
 from pipeline.runs.rows import is_number
 from pipeline.stores.place import Place, parse_place
@@ -45,10 +44,10 @@ def run_page(run: RunFolder, sources: Sources) -> str:
     starts, recipe, problems = starts_of(run), paper_recipe(run), list(run.problems)
     if sources.analysis and not (sources.analysis / "analysis.json").is_file():
         raise UserError(f"--analysis {sources.analysis} has no analysis.json", "make it with `python -m pipeline.analyze`")
-    inside, inside_problems = analysis_figures(sources.analysis or run.path / ANALYSIS)
+    inside, inside_problems = sections.analysis_figures(sources.analysis or run.path / sections.ANALYSIS)
     problems += inside_problems
     paper = recipe.top1 if recipe and recipe.comparable else None
-    analyze = f"python -m pipeline.analyze {run.path} --data SHARDS --output {run.path / ANALYSIS}"
+    analyze = f"python -m pipeline.analyze {run.path} --data SHARDS --output {run.path / sections.ANALYSIS}"
     parts: dict[str, Html | None] = {
         "Result": _result(run, recipe, starts),
         "Curves": curves(run, starts, paper),
@@ -56,15 +55,15 @@ def run_page(run: RunFolder, sources: Sources) -> str:
         "Story of the run": join([_sentence(starts), _starts(starts), _skipped(run), _bad_samples(run)]),
         "Classes and mistakes": _mistakes(run, sources, problems),
         "Inside the model": inside or _how("Not analyzed yet. This command makes the figures", analyze),
-        "Over training": over_training(run),
-        "Training images": training_images(run),
-        "Config": config_section(run, recipe),
-        "Environment": environment_section(run),
-        "Checkpoints": checkpoints_section(run),
+        "Over training": sections.over_training(run),
+        "Training images": sections.training_images(run),
+        "Config": sections.config_section(run, recipe),
+        "Environment": sections.environment_section(run),
+        "Checkpoints": sections.checkpoints_section(run),
     }
-    sections = [Section(title, body, closed=title == "Environment") for title, body in parts.items() if body]
+    shown = [Section(title, body, closed=title == "Environment") for title, body in parts.items() if body]
     model = run.value("model.name")
-    return page(run.name, f"{model}, {run.state}" if isinstance(model, str) else run.state, sections, problems)
+    return page(run.name, f"{model}, {run.state}" if isinstance(model, str) else run.state, shown, problems)
 
 
 def _how(words: str, command: str) -> Html:
