@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 class RunFiles:
-    """The small files of a run folder, which need not exist yet. :meth:`look` brings them up to date and reads only what has changed."""
+    """The small files of a run folder, which need not exist yet. :meth:`look` reads what has changed."""
 
     config: dict[str, Any]  # section -> key -> value; that of the newest readable checkpoint where ``config.yaml`` tells none
     precision: str  # the first line of ``config.yaml``: the precision and why it was chosen

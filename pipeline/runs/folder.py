@@ -259,7 +259,7 @@ def read_runs(paths: list[Path]) -> tuple[list[RunFolder], list[str]]:
 
 
 def find_runs(paths: list[Path]) -> tuple[list[Path], list[str]]:
-    """The run folders among paths and in the folders below them, in the order given, each once; and a sentence for each path without."""
+    """Run folders among paths and below them, in the order given, each once; and a sentence for each path without one."""
     found: dict[Path, Path] = {}
     problems = []
     for path in paths:

@@ -116,7 +116,7 @@ class MetricRows:
 
 
 def read_metrics(path: Path) -> MetricRows:
-    """Read ``metrics.jsonl`` of any length; one of 500,000 steps takes seconds and some 100 MB. An OSError if it cannot be read."""
+    """Read ``metrics.jsonl`` of any length; 500,000 steps take seconds and some 100 MB. An OSError if it cannot be read."""
     import numpy as np
 
     found, columns, count = MetricRows(), dict[str, "array[float]"](), 0

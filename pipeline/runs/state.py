@@ -27,9 +27,9 @@ StateName = Literal["waiting", "running", "hung", "stopped", "killed", "finished
 class State:
     """How a run stands.
 
-    ``waiting``: there is no step yet. ``running``: a process trains. ``hung``: it does, but has written nothing for far longer than
-    usual. ``finished``: nothing is left to train. ``stopped``: it ended in order, by a signal or with an error, and the same command goes
-    on. ``killed``: it ended without a word.
+    ``waiting``: there is no step yet. ``running``: a process trains. ``hung``: it does, but has written nothing for far longer
+    than usual. ``finished``: nothing is left to train. ``stopped``: it ended in order, by a signal or with an error, and the
+    same command goes on. ``killed``: it ended without a word.
     """
 
     name: StateName
