@@ -178,7 +178,6 @@ class GrowingFile:
         self._size = os.fstat(self._descriptor).st_size  # of complete rows
 
     def add(self, row: bytes) -> None:
-        """Buffer a row."""
         self._rows += row
 
     def flush(self, to_disk: bool = False) -> None:
@@ -207,7 +206,6 @@ class GrowingFile:
         self._rows = bytearray()
 
     def close(self) -> None:
-        """Flush and close."""
         try:
             self.flush()
         finally:

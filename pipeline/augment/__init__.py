@@ -171,7 +171,6 @@ def register(kind: type[Kind]) -> type[Kind]:
 
 
 def active(augment: AugmentConfig, data: DataConfig, image_size: int) -> tuple[Augmentation, ...]:
-    """The augmentations that a config asks for, in order of application."""
     asked_for = (kind.from_config(augment, data, image_size) for kind in _all())
     return tuple(augmentation for augmentation in asked_for if augmentation)
 

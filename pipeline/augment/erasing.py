@@ -24,8 +24,6 @@ UNIFORMS_PER_SAMPLE = 2 * ATTEMPTS + 5  # area and aspect per attempt; whether, 
 
 @dataclass(frozen=True)
 class Erasing:
-    """The rectangles to erase from B images."""
-
     box: np.ndarray  # (B, 4) int64: top, left, height, width in pixels; height 0: none
     noise_seed: np.ndarray  # (B,) int64
 

@@ -114,7 +114,6 @@ class ThreeAugment(PixelAugmentation):
 
 
 def blur_picture(picture: Image.Image, radius: float) -> Image.Image:
-    """Blur an image with a Gaussian of standard deviation ``radius``, in pixels, by Pillow."""
     return picture.filter(ImageFilter.GaussianBlur(radius))
 
 

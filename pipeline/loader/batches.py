@@ -26,8 +26,6 @@ from pipeline.stream.samples import Samples, images_per_epoch
 
 @dataclass(frozen=True, kw_only=True)
 class Batches(ABC):
-    """The batches of one rank, as the loader sees them."""
-
     shards: Samples
     image_size: int  # side of the output in pixels
     batch_size: int  # B, images per batch: per forward pass and rank
@@ -77,7 +75,6 @@ class TrainBatches(Batches):
 
     @classmethod
     def of_run(cls, shards: Samples, config: Config, rank: int = 0, world_size: int = 1) -> TrainBatches:
-        """The batches of a run as its config has them."""
         return cls(
             shards=shards,
             seed=config.seed,

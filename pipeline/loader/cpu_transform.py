@@ -111,12 +111,9 @@ class Finisher:
         return images.permute(0, 3, 1, 2)
 
     def close(self) -> None:
-        """Stop the threads."""
         self._pool.shutdown()
 
     def _for_each(self, count: int, make: Callable[[int], None]) -> None:
-        """Call ``make(i)`` for each image of a batch, in the threads."""
-
         def share(thread: int) -> None:
             for i in range(thread, count, self._threads):
                 make(i)
@@ -142,7 +139,6 @@ class Finisher:
         return np.asarray(picture) if interleaved else _planes(picture)
 
     def _pixels(self, crop: Tensor, request: BatchRequest, i: int, interleaved: bool) -> np.ndarray:
-        """Image i, (S, S, 3) uint8."""
         bilinear = request.bilinear is not None and bool(request.bilinear[i, 0])
         pixels = resize_and_crop(crop, request.geometry, i, self._size, bilinear)
         return self.flip_and_augment(pixels, request, i, interleaved)

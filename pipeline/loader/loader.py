@@ -1,9 +1,4 @@
-"""Read, decode and augment batches and yield PyTorch tensors.
-
-::
-
-    batches.request(i)  ->  Reader, ahead in threads  ->  Decoder (DALI)  ->  (CPU: cpu_transform)  ->  normalize
-    ->  augmentations of whole batches  ->  Batch
+"""Read, decode and augment batches and yield PyTorch tensors (ARCHITECTURE.md: the life of a batch).
 
 All of it happens in threads of the loader's, and on a GPU on a CUDA stream of its own: the thread that trains only takes batches
 that are finished or, on the device, about to be.
@@ -94,7 +89,6 @@ class Loader(Generic[AnyBatches]):
 
     @property
     def device(self) -> torch.device:
-        """Device of the batches."""
         return self._stream.device
 
     @property
@@ -123,7 +117,6 @@ class Loader(Generic[AnyBatches]):
         return batch
 
     def close(self) -> None:
-        """Stop the threads."""
         for part in (self._finished, self._reader, self._finisher, self._decoder):
             if part:
                 part.close()

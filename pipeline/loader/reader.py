@@ -39,13 +39,11 @@ class Ahead(Generic[Result]):
         self._depth = depth
 
     def next(self) -> Result:
-        """The next result; blocks until it is ready."""
         while len(self._waiting) <= self._depth:  # depth + 1, because one is returned below
             self._waiting.append(self._pool.submit(self._make, next(self._numbers)))
         return self._waiting.popleft().result()
 
     def close(self) -> None:
-        """Stop the threads and discard results computed ahead."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
 
@@ -69,7 +67,6 @@ class BadSamples:
         self._lock = threading.Lock()
         self._unreported: dict[int, str] = {}
         self._over: UserError | None = None
-        self._replaced_by: dict[int, list[int]] = {}  # substitute -> the bad samples that it replaces
         self.replacement: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -83,9 +80,8 @@ class BadSamples:
             if damage.index in self.replacement:
                 return
             substitute = self._next_sound(damage.index)
-            moved = [*self._replaced_by.pop(damage.index, []), damage.index]
-            self._replaced_by.setdefault(substitute, []).extend(moved)
-            self.replacement.update(dict.fromkeys(moved, substitute))  # one step for other threads: readers need no lock
+            moved = [bad for bad, instead in self.replacement.items() if instead == damage.index]
+            self.replacement.update(dict.fromkeys([*moved, damage.index], substitute))  # one step for readers, who need no lock
             instead = f"sample {self._shards.key(substitute)} replaces it"
             self._unreported[damage.index] = f"{damage}; {'it is skipped' if self._left_out else instead}"
             if len(self.replacement) > self._limit:
@@ -112,8 +108,6 @@ class BadSamples:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of encoded images."""
-
     number: int
     request: BatchRequest
     images: list[np.ndarray]  # B of (bytes,) uint8
@@ -129,7 +123,6 @@ class Reader:
         self.failure: StoreFails | None = None  # of a batch that nobody has asked for yet
 
     def next(self) -> Encoded:
-        """The next batch; blocks until it is ready."""
         return self._ahead.next()
 
     def read(self, number: int) -> Encoded:
@@ -144,7 +137,6 @@ class Reader:
                 return Encoded(number, request, images, replaced=int((request.index != asked_for.index).sum()))
 
     def close(self) -> None:
-        """Stop the threads."""
         self._ahead.close()
 
     def _read(self, number: int) -> Encoded:
@@ -177,7 +169,6 @@ def undecodable(shards: Samples, batch: Encoded, report: str) -> list[DamagedSam
 
 
 def _decoding_error(image: np.ndarray) -> str | None:
-    """The reason why Pillow cannot decode an image; None if it can."""
     try:
         Image.open(io.BytesIO(image.tobytes())).convert("RGB")
     except Exception as error:  # Pillow's plugins raise nearly any exception

@@ -86,7 +86,6 @@ class TrialLoader:
 
     @property
     def failure(self) -> StoreFails | None:
-        """As :attr:`Loader.failure`."""
         return next((loader.failure for loader in self._loaders.values() if loader.failure), None)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -101,7 +100,6 @@ class TrialLoader:
         return next(loader)
 
     def close(self) -> None:
-        """Stop the threads."""
         for loader in self._loaders.values():
             loader.close()
 

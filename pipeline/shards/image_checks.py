@@ -30,7 +30,6 @@ warnings.filterwarnings("ignore", module="PIL")
 
 
 def is_image(name: str) -> bool:
-    """Whether a file name (without folders) is that of an image."""
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
@@ -40,8 +39,6 @@ class Rejected(ValueError):
 
 @dataclass(frozen=True)
 class ImageRules:
-    """How images are checked and stored."""
-
     decode: bool = True  # decode every image, which finds truncation and damage; False: parse headers only
     resize_short_side: int | None = None  # resize images whose short side is longer than this, in pixels; None: never
     quality: int = 90  # JPEG quality of resized images, 1 to 100
@@ -57,8 +54,6 @@ class ImageRules:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image as it is stored in a shard."""
-
     data: bytes
     width: int  # pixels
     height: int

@@ -83,7 +83,6 @@ class ShardManifest:
     class_names: list[str] | None = None  # what tables and figures call the classes, in index order; None: their identifiers
 
     def write(self, folder: Path) -> None:
-        """Replace the folder's manifest atomically."""
         replace_text(folder / MANIFEST, json.dumps(asdict(self), indent=1))
 
     @staticmethod
@@ -118,7 +117,6 @@ class ShardManifest:
         return manifest
 
     def _check(self) -> None:
-        """Validate every value."""
         _check_values("", self, {"classes": _NAMES})
         if self.class_names is not None:
             _check_values("", self, {"class_names": _NAMES})
@@ -188,7 +186,6 @@ _SOURCE_VALUES: dict[str, _Rule] = {
 
 
 def _check_values(where: str, values: object, rules: dict[str, _Rule]) -> None:
-    """Check attributes, or the keys of a dict, against their rules."""
     for name, (fits, words) in rules.items():
         value = values.get(name) if isinstance(values, dict) else getattr(values, name)
         if not fits(value):

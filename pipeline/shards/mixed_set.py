@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -40,14 +40,23 @@ class MixedSet(Samples):
         self.mixture = Mixture(tuple(map(len, self.sets)), (1.0, *further.values()))
         self.weights = self.mixture.weights
         self._starts = self.mixture.first_sample
-        self.samples = _Rows(self.sets, [_labels(shards, first) for shards in self.sets], self._starts)
+        self.samples, self._labels = self, [_labels(shards, first) for shards in self.sets]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        """(B,) sample numbers -> (B,) of ``SAMPLE_DTYPE``, with labels of the first set."""
+        rows = np.empty(len(indices), SAMPLE_DTYPE)
+        which = np.searchsorted(self._starts, indices, side="right") - 1
+        for number in np.unique(which).tolist():
+            own = which == number
+            rows[own] = self.sets[number].samples[indices[own] - self._starts[number]]
+            rows["label"][own] = self._labels[number][rows["label"][own]]
+        return rows
+
     @property
     def subset(self) -> float:
-        """Of the first set: see :attr:`ShardSet.subset`."""
         return self.sets[0].subset
 
     def identity(self) -> dict:
@@ -83,7 +92,6 @@ class MixedSet(Samples):
             shards.will_need(own_runs)
 
     def take_counts(self) -> dict[str, int] | None:
-        """The sum of :meth:`ShardSet.take_counts`."""
         counts = [found for shards in self.sets if (found := shards.take_counts()) is not None]
         return dict(sum(map(Counter, counts), Counter[str]())) if counts else None
 
@@ -94,23 +102,6 @@ class MixedSet(Samples):
     def _find(self, index: int) -> tuple[ShardSet, int]:
         which = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self.sets[which], int(index - self._starts[which])
-
-
-class _Rows:
-    """Sample tables of several sets, which stay memory-mapped, as one."""
-
-    def __init__(self, sets: Sequence[ShardSet], labels: Sequence[np.ndarray], starts: np.ndarray) -> None:
-        self._sets, self._labels, self._starts = sets, labels, starts
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        """(B,) sample numbers -> (B,) of ``SAMPLE_DTYPE``, with labels of the first set."""
-        rows = np.empty(len(indices), SAMPLE_DTYPE)
-        which = np.searchsorted(self._starts, indices, side="right") - 1
-        for number in np.unique(which).tolist():
-            own = which == number
-            rows[own] = self._sets[number].samples[indices[own] - self._starts[number]]
-            rows["label"][own] = self._labels[number][rows["label"][own]]
-        return rows
 
 
 def open_training_set(

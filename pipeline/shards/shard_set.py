@@ -85,7 +85,6 @@ class ShardSet(Samples):
 
     @property
     def sets(self) -> list[ShardSet]:
-        """As of a :class:`~pipeline.shards.mixed_set.MixedSet`."""
         return [self]
 
     def identity(self) -> dict:
@@ -136,7 +135,6 @@ class ShardSet(Samples):
             self.files.will_need(ranges)
 
     def take_counts(self) -> dict[str, int] | None:
-        """Count the store's requests since the last call (:meth:`pipeline.stores.store.Store.take_counts`); None without one."""
         return self.files.take_counts()
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
@@ -162,7 +160,6 @@ class ShardSet(Samples):
         return original if isinstance(original, str) and original.isprintable() else ""
 
     def _verified(self, index: int, data: bytes | memoryview | OSError) -> np.ndarray | DamagedSample:
-        """What was read of a sample, if it is what was written."""
         if isinstance(data, OSError):
             original = "" if self.files.repeats else self._original(index)  # reading that would take as long
             return self._damaged(index, f"cannot be read ({data.strerror})", original)

@@ -9,7 +9,7 @@ import netrc
 import os
 from base64 import b64encode
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -25,7 +25,6 @@ _CONNECT, _SILENT, _WHOLE = timedelta(seconds=10), timedelta(seconds=20), timede
 
 
 def open_store(place: RemotePath) -> ObjectStore:
-    """The store of a place, with credentials as the environment has them."""
     from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
     client: dict[str, Any] = {
@@ -81,19 +80,12 @@ def _of_profile(place: RemotePath) -> dict[str, Any]:
     except ImportError:
         keys = ", or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         raise missing_extra(str(place), "boto3 to read AWS's profiles", "remote", keys) from None
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
     session = boto3.Session()
-    credentials = session.get_credentials()
-    if credentials is None:
+    if session.get_credentials() is None:
         return {}
-
-    def provide() -> dict[str, Any]:
-        current = credentials.get_frozen_credentials()  # refreshes them where they expire
-        keys = {"access_key_id": current.access_key, "secret_access_key": current.secret_key, "token": current.token}
-        return {**keys, "expires_at": datetime.now(timezone.utc) + timedelta(minutes=5)}
-
-    provider: Callable[[], dict[str, Any]] = provide
-    region = {"region": session.region_name} if session.region_name else {}
-    return {"credential_provider": provider, **region}
+    return {"credential_provider": Boto3CredentialProvider(session, ttl=timedelta(minutes=5))}
 
 
 def _login(host: str) -> str:

@@ -66,7 +66,6 @@ class Threads:
         self._started = self._pending = 0
 
     def submit(self, act: Callable[[], Result]) -> Future[Result]:
-        """Call ``act`` in a thread."""
         future: Future[Result] = Future()
         with self._lock:
             self._pending += 1
@@ -173,12 +172,10 @@ class Store:
             return {}
 
     def count(self, kind: Kind) -> None:
-        """Count a failure that the caller found."""
         with self._lock:
             self._counts[kind.value] += 1
 
     def take_counts(self) -> dict[str, int]:
-        """What happened since the last call: ``requests``, ``bytes``, and failures by :class:`Kind`."""
         with self._lock:
             taken, self._counts = self._counts, Counter()
         return dict(taken)

@@ -47,7 +47,6 @@ def augment(
 
 
 def _auto_contrast(picture: Image.Image, amount: float) -> Image.Image:
-    """Stretch each channel to the range 0 to 255."""
     tables = []
     for histogram in np.reshape(picture.histogram(), (3, 256)):
         present = histogram.nonzero()[0]
@@ -61,7 +60,6 @@ def _auto_contrast(picture: Image.Image, amount: float) -> Image.Image:
 
 
 def _equalize(picture: Image.Image, amount: float) -> Image.Image:
-    """Equalize each channel's histogram."""
     tables = []
     for histogram in np.reshape(picture.histogram(), (3, 256)):
         step = (histogram.sum() - histogram[histogram.nonzero()[0][-1]]) // 255
@@ -72,7 +70,6 @@ def _equalize(picture: Image.Image, amount: float) -> Image.Image:
 
 
 def _contrast(picture: Image.Image, amount: float) -> Image.Image:
-    """Extrapolate from, or interpolate towards, the mean brightness."""
     histogram = np.array(picture.convert("L").histogram())
     mean = int((histogram * _LEVELS).sum() / histogram.sum() + 0.5)
     return _blend_with_level(picture, mean, amount)

@@ -227,5 +227,4 @@ def _level(value: int) -> types.ScalarConstant:
 
 
 def _constant(values: np.ndarray, like: DataNode) -> DataNode:
-    """``values`` on the device of ``like``."""
     return types.Constant(values, device=like.device)

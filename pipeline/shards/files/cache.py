@@ -70,18 +70,15 @@ class Partial:
             self.restart()
 
     def append(self, data: bytes | memoryview) -> None:
-        """Write the bytes that follow."""
         rest = memoryview(data)
         while rest:
             written = os.pwrite(self._descriptor, rest, self.begun)
             self.begun, rest = self.begun + written, rest[written:]
 
     def read(self, offset: int, size: int) -> bytes:
-        """What was written."""
         return os.pread(self._descriptor, size, offset)
 
     def restart(self) -> None:
-        """Drop all bytes."""
         os.ftruncate(self._descriptor, 0)
         self.begun = 0
 
@@ -97,7 +94,6 @@ class Partial:
                 os.rename(self._path, self._whole)
 
     def discard(self) -> None:
-        """Remove the file."""
         with suppress(OSError):
             if self._is_there():
                 os.unlink(self._path)
@@ -112,8 +108,6 @@ class Partial:
 
 @dataclass(frozen=True)
 class _File:
-    """A file of the cache."""
-
     path: Path
     bytes: int  # of the whole shard
     missing: int  # bytes that are still to be written
@@ -135,7 +129,6 @@ class ShardCache:
         self.folder, self.limit, self.keep_free = folder, limit, keep_free
 
     def path(self, shard: ShardInfo) -> Path:
-        """Where a shard is, or would be."""
         return self.folder / f"{shard.file.removesuffix('.tar')}-{shard.sha256[:_DIGITS]}.tar"
 
     def open(self, shard: ShardInfo) -> CachedShard | None:
@@ -283,7 +276,6 @@ def _hold(path: Path, kind: int) -> int | None:
 
 
 def _is_written(path: Path) -> bool:
-    """Whether a process is writing a partial file."""
     held = _hold(path, fcntl.LOCK_SH)
     if held is not None:
         os.close(held)

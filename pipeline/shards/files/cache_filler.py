@@ -212,7 +212,6 @@ class Filler:
         return not self._stop.is_set()
 
     def _open(self, name: str) -> bool:
-        """Use a shard's copy, if there is one."""
         try:
             copy = self._cache.open(self._shards[name])
         except OSError as error:

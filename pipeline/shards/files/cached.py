@@ -86,7 +86,6 @@ class CachedFiles(ShardFiles):
         return self.source.take_counts()
 
     def close(self) -> None:
-        """Stop fetching."""
         self._filler.stop()
         if self._thread:
             self._thread.join()
@@ -114,7 +113,6 @@ class CachedFiles(ShardFiles):
 
 
 def cache_of(config: DataConfig) -> ShardCache | None:
-    """The cache that a config asks for."""
     if config.cache is None:
         return None
     return ShardCache(Path(config.cache), None if config.cache_gib is None else round(config.cache_gib * GIB))

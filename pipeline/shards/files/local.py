@@ -100,12 +100,10 @@ class OpenFile:
             os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
     def is_at(self, path: Path, follow_links: bool = True) -> bool:
-        """Whether it is the file of that name."""
         return is_file_at(self._descriptor, path, follow_links)
 
 
 def is_file_at(descriptor: int, path: Path, follow_links: bool) -> bool:
-    """Whether an open file is the one of that name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=follow_links))
     except OSError:
@@ -166,7 +164,6 @@ class LocalFiles(SourceFiles):
             raise UserError(f"{self.folder}: {error.strerror}", "raise `ulimit -n`, or use larger shards") from None
 
     def will_need(self, ranges: list[Range]) -> None:
-        """Ask the kernel to read into the page cache."""
         for name, begin, size in ranges:
             with suppress(OSError):  # only a hint: read() reports errors
                 self._open(name).advise(begin, size)

@@ -76,8 +76,6 @@ class _Block:
 
 
 class _Blocks:
-    """The blocks that were announced last."""
-
     def __init__(self, read: Callable[[str, int, int], memoryview]) -> None:
         self._read, self._threads = read, Threads(_BLOCK_REQUESTS)
         self._windows: deque[dict[str, list[_Block]]] = deque()
