@@ -155,11 +155,7 @@ def border_weights(before: int, after: int, bilinear: bool = False) -> np.ndarra
 
 
 def resize_borders(geometry: Geometry, bilinear: np.ndarray | None = None) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """:func:`border_weights` of B images: of their rows, B of (2, height), and of their columns, B of (2, width).
-
-    Args:
-        bilinear: (B,) bool, their filters; None: all cubic.
-    """
+    """:func:`border_weights` of B images: of their rows, B of (2, height), and of their columns, B of (2, width)."""
     filters = [False] * len(geometry.shape) if bilinear is None else bilinear.tolist()
     rows, columns = (
         [border_weights(*sides) for sides in zip(shape.tolist(), size.astype(int).tolist(), filters)]

@@ -97,7 +97,7 @@ class ThreeAugment(PixelAugmentation):
 
         draw = request.draws[self]
         if draw.blur[i]:
-            picture = blur_picture(picture, float(draw.blur[i]))
+            picture = picture.filter(ImageFilter.GaussianBlur(float(draw.blur[i])))
         return augment(picture, draw.ops.op[i], draw.ops.amount[i], fill=(0, 0, 0))  # no operation shows what lies outside
 
     def graph_inputs(self, request: BatchRequest) -> tuple[np.ndarray, ...]:
@@ -111,10 +111,6 @@ class ThreeAugment(PixelAugmentation):
         if blur > 0:
             images = blur_images(images, weights)
         return recolor(images, op, amount, LAYERS)
-
-
-def blur_picture(picture: Image.Image, radius: float) -> Image.Image:
-    return picture.filter(ImageFilter.GaussianBlur(radius))
 
 
 def box_weights(radius: np.ndarray) -> np.ndarray:

@@ -51,11 +51,7 @@ class Batches(ABC):
 
     @abstractmethod
     def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
-        """Batch ``i``.
-
-        Args:
-            replacement: bad sample -> its substitute.
-        """
+        """Batch ``i``, with the substitutes for bad samples."""
 
     def coming_blocks(self, i: int) -> list[tuple[int, int]]:
         """Runs, (first sample, number of samples) each, to be announced to the file system at batch ``i``."""
@@ -115,11 +111,7 @@ class TrainBatches(Batches):
         return self.global_batch_size // (self.batch_size * self.world_size)
 
     def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
-        """The i-th micro-batch of this rank, counted from the start of the run.
-
-        Args:
-            replacement: bad sample -> its substitute, which gets the random numbers of the original position.
-        """
+        """The i-th micro-batch of this rank, counted from the start of the run. Substitutes get the random numbers of the bad samples."""
         step, slot = self._slots(i)
         epoch, position = np.divmod(self._placing.positions(step, slot), self.epoch_length)
         index = self._sample_at(position, epoch)

@@ -18,10 +18,8 @@ from pipeline.loader.reader import Encoded, Reader, undecodable
 class Decoder:
     """Decodes the reader's batches in order, with one of the two graphs of :mod:`pipeline.loader.dali_graph`.
 
-    Args:
-        reader: its ``bad`` records samples that DALI cannot decode.
-        whole: run the whole transform, on the stream's device; else decode windows, on the CPU.
-        prefetch: depth of DALI's queue, in batches.
+    ``whole`` runs the whole transform, on the stream's device; otherwise windows are decoded, on the CPU. ``prefetch`` is the depth of
+    DALI's queue, in batches.
     """
 
     def __init__(self, reader: Reader, whole: bool, stream: DeviceStream, threads: int, prefetch: int) -> None:

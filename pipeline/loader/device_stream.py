@@ -48,11 +48,6 @@ class DeviceStream:
                 tensor.record_stream(current)
 
 
-def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to the device, see :func:`upload`."""
-    return upload([values], device)[0]
-
-
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Copy arrays to the device, asynchronously on the current stream, in one copy.
 
@@ -69,26 +64,17 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 def pack(arrays: Sequence[np.ndarray], pin_memory: bool = False) -> Tensor:
     """The arrays' bytes, one array after the other, each aligned: (bytes,) uint8 on the CPU."""
-    begins, size = _layout(arrays)
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
-    for values, begin in zip(arrays, begins):
-        packed.numpy()[begin : begin + values.nbytes].view(values.dtype)[:] = values.reshape(-1)
+    packed = torch.empty(sum(map(_aligned_size, arrays)), dtype=torch.uint8, pin_memory=pin_memory)
+    for part, values in zip(unpack(packed, arrays), arrays):
+        part.numpy()[...] = values
     return packed
 
 
 def unpack(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     """The inverse of :func:`pack`, on any device: views of ``packed`` with the types and shapes of ``arrays``."""
-    begins, _ = _layout(arrays)
-    return [
-        packed[begin : begin + values.nbytes].view(torch.from_numpy(values[:0]).dtype).view(values.shape)
-        for values, begin in zip(arrays, begins)
-    ]
+    parts = zip(packed.split([_aligned_size(values) for values in arrays]), arrays)
+    return [part[: each.nbytes].view(torch.from_numpy(each[:0]).dtype).view(each.shape) for part, each in parts]
 
 
-def _layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """Where each array begins, and the size of all, in bytes."""
-    begins, end = [], 0
-    for values in arrays:
-        begins.append(end)
-        end += math.ceil(values.nbytes / _ALIGNMENT) * _ALIGNMENT
-    return begins, end
+def _aligned_size(values: np.ndarray) -> int:
+    return math.ceil(values.nbytes / _ALIGNMENT) * _ALIGNMENT

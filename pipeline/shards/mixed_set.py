@@ -107,12 +107,7 @@ class MixedSet(Samples):
 def open_training_set(
     path: str | os.PathLike[str], mix: Mapping[str, float], readers: int = 1, *, cache: ShardCache | None = None
 ) -> ShardSet | MixedSet:
-    """Open the training split of ``data.path``, with those of ``data.mix`` if there are any.
-
-    Args:
-        mix: path of each further set -> its weight.
-        readers: processes that divide the samples among them.
-        cache: of the node, for all of them; None: none.
+    """Open the training split of ``data.path``, with those of ``data.mix``, each path with its weight, if there are any.
 
     Raises:
         UserError: a set cannot be opened (the message names its key), or has a class that ``data.path`` lacks.

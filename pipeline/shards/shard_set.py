@@ -195,15 +195,9 @@ class ShardSet(Samples):
 
 
 def open_files(path: str | os.PathLike[str], split: str, readers: int = 1) -> SourceFiles:
-    """The files of the shard set at ``data.path``.
+    """The files of the shard set at ``data.path``, a folder or a URL; ``readers`` processes divide the samples among them.
 
-    Args:
-        path: a folder or a URL; holds ``manifest.json``, directly or in a subfolder named ``split``.
-        split: ``train`` or ``val``.
-        readers: processes that divide the samples among them.
-
-    Raises:
-        UserError: there is no such place.
+    The place holds ``manifest.json``, directly or in a subfolder named ``split``. Raises UserError: there is no such place.
     """
     place = parse_place(path)
     if isinstance(place, RemotePath):

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.augment import BatchRequest
 from pipeline.augment.crop import eval_geometry
 from pipeline.config import ModelConfig
-from pipeline.loader.device_stream import to_device
+from pipeline.loader.device_stream import upload
 from pipeline.loader.loader import Batch
 from pipeline.metrics import record
 from pipeline.models.common.base import VisionModel
@@ -136,7 +136,7 @@ def sample_noise(model: VisionModel, batch: Batch, seed: int) -> Tensor | None:
         return None
     noise = uniforms(Stream.STOCHASTIC_DEPTH, seed, batch.request.epoch, batch.request.position, count).astype(np.float32)
     noise = np.minimum(noise, _BELOW_ONE)  # rounding must not make a 1 of it
-    return to_device(noise, batch.images.device)
+    return upload([noise], batch.images.device)[0]
 
 
 def _generator_seed(batch: Batch, seed: int, used: int) -> int:

@@ -67,10 +67,6 @@ class Answer:
     size: int
     version: Version
 
-    @property
-    def tag(self) -> str:
-        return self.version.tag
-
 
 class Client:
     """A store, in which names are relative to a place. Thread-safe.

@@ -133,7 +133,7 @@ class Store:
         for answer in self.threads.map(lambda part: self.read(name, *part), rest):
             if isinstance(answer, BaseException):
                 raise answer
-            if answer.tag != first.tag:
+            if answer.version.tag != first.version.tag:
                 raise OSError(errno.ESTALE, "it was replaced while it was read", str(self.place / name))
             answers.append(answer)
         return Answer(memoryview(b"".join(answer.data for answer in answers)), first.size, first.version)

@@ -11,13 +11,13 @@ import nvidia.dali.types as types
 import pytest
 import torch
 from nvidia.dali import pipeline_def
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from pipeline.augment import BatchRequest
 from pipeline.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
 from pipeline.augment.crop import simple_geometry
 from pipeline.augment.randaugment import Op
-from pipeline.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, blur_picture, box_weights
+from pipeline.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, box_weights
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.loader.batches import TrainBatches
 from pipeline.loader.cpu_transform import Finisher, Normalization, resize_and_crop
@@ -127,7 +127,7 @@ def test_the_blurs_weights_are_pillows() -> None:
             ends = np.clip(np.arange(-2, pixels.shape[axis] + 2), 0, pixels.shape[axis] - 1)  # the border's pixels repeated
             windows = np.lib.stride_tricks.sliding_window_view(pixels.take(ends, axis), 5, axis)  # (H, W, 3, taps)
             pixels = (windows @ (4096 * high + low) + 2**23) >> 24
-        np.testing.assert_array_equal(pixels, np.asarray(blur_picture(picture, radius)), err_msg=str(radius))
+        np.testing.assert_array_equal(pixels, np.asarray(picture.filter(ImageFilter.GaussianBlur(radius))), err_msg=str(radius))
 
 
 def test_the_three_are_drawn_equally_often() -> None:

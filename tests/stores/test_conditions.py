@@ -36,4 +36,4 @@ def test_an_object_is_replaced_only_in_the_state_that_was_read(monkeypatch: pyte
         assert store.objects() == {}
         simple = True
         store.put("x", b"third", replaces=nothing)
-        assert store.objects() == {"x": (5, store.fetch("x").tag)}
+        assert store.objects() == {"x": (5, store.fetch("x").version.tag)}

@@ -23,17 +23,9 @@ _RAMP = Image.fromarray(_LEVELS.astype(np.uint8)[None])  # (1, 256): every level
 def augment(
     picture: Image.Image, ops: np.ndarray, amounts: np.ndarray, fill: Color, bilinear: np.ndarray | None = None
 ) -> Image.Image:
-    """Augment one image.
+    """Augment one RGB image, which is not changed, by operations (layers,) in their order and amounts (layers,) in their units.
 
-    Args:
-        picture: RGB; not changed.
-        ops: (layers,) of :class:`~pipeline.augment.randaugment.Op`, in order of application.
-        amounts: (layers,) in the unit of the Op.
-        fill: RGB colour outside the image after rotations, shears and translations.
-        bilinear: (layers,) bool, where these are bilinear; None: all bicubic.
-
-    Returns:
-        An image of the same size; ``picture`` itself if no operation is applied.
+    Outside the image, rotations, shears and translations show ``fill``; they are bilinear where ``bilinear`` (layers,) says so.
     """
     for layer, (op, amount) in enumerate(zip(ops, amounts)):
         if op in _COLORS:
@@ -136,15 +128,9 @@ def _warp(picture: Image.Image, op: int, amount: float, fill: Color, bilinear: b
 
 
 def _translate(pixels: np.ndarray, shift: float, axis: int, fill: Color) -> np.ndarray:
-    """Shift by ``shift`` pixels along rows or columns, bit for bit as Pillow's bicubic transform and in a third of its time.
+    """Shift (H, W, 3) uint8 along an axis, bit for bit as Pillow's bicubic transform and in a third of its time.
 
-    Args:
-        pixels: (H, W, 3) uint8.
-        shift: output position x is input position x + shift.
-        axis: 0 shifts along columns, 1 along rows.
-
-    Returns:
-        (H, W, 3) uint8.
+    Output position x is input position x + ``shift``.
     """
     height, width, channels = pixels.shape
     size = pixels.shape[axis]

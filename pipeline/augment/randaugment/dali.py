@@ -31,18 +31,12 @@ def augment(
     fill: tuple[int, int, int],
     bilinear: DataNode | None = None,
 ) -> DataNode:
-    """Augment a batch, within a ``pipeline_def`` with ``enable_conditionals=True``.
+    """Augment images, (image_size, image_size, 3) uint8 RGB with layout HWC on the CPU or the GPU, in a graph with conditionals.
 
-    Args:
-        images: (image_size, image_size, 3) uint8 RGB with layout HWC, on the CPU or the GPU.
+    Args, all on the CPU:
         op, amount, matrix: (layers,) int32 of :class:`Op`, (layers,) float32 in its unit, and (layers, 2, 3) float32 of
-            :func:`affine_matrices`; on the CPU.
-        image_size: side in pixels.
-        fill: RGB colour outside the image after rotations, shears and translations.
-        bilinear: (layers,) float32 on the CPU, 1 where these are bilinear and 0 where they are bicubic; None: all bicubic.
-
-    Returns:
-        uint8, same shape and layout as ``images``; images without an operation are unchanged.
+            :func:`affine_matrices`.
+        bilinear: (layers,) float32, 1 where a geometric operation is bilinear and 0 where it is bicubic; None: all bicubic.
     """
     for k in range(layers):
         linear = None if bilinear is None else bilinear[k]

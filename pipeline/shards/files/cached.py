@@ -34,10 +34,6 @@ class CachedFiles(ShardFiles):
     A run does not remove its own shards to make room: an epoch reads each sample once, in an order of its own, so that any part of
     the set that stays serves as many reads as another, and one that changes has to be fetched besides.
 
-    Args:
-        shards: of the split, from the manifest.
-        samples: (n,) of ``SAMPLE_DTYPE``, the split's table.
-
     Raises:
         UserError: the cache is the source's folder.
     """

@@ -217,9 +217,9 @@ class RemoteFiles(SourceFiles):
     def _checked(self, name: str, answer: Answer) -> memoryview:
         """The bytes of an answer; an ``OSError`` if its file is not that of the manifest, or of earlier answers."""
         with self._lock:
-            before = self._tags.setdefault(name, answer.tag)
+            before = self._tags.setdefault(name, answer.version.tag)
         expected = self._bytes.get(name, answer.size)
-        if answer.size != expected or answer.tag != before:
+        if answer.size != expected or answer.version.tag != before:
             self.store.count(Kind.CHANGED)
             sizes = f"it must have {expected} bytes by {MANIFEST}, got {answer.size}"
             what = sizes if answer.size != expected else "its etag is another one"
