@@ -13,7 +13,7 @@ from tqdm import tqdm
 from data_prep.workers import interrupts_noted
 from pipeline.errors import UserError, counted
 from pipeline.shards.files.cache import CachedShard, ShardCache, Unclaimed
-from pipeline.shards.files.cache_filler import CacheFault, SourceFault, WrongContent, allow_open_copies, fetch_shard, rows_of
+from pipeline.shards.files.cache_filler import Fault, allow_open_copies, fetch_shard, rows_of
 from pipeline.shards.shard_set import ShardSet
 
 _WAIT_SECONDS = 0.2  # until the next look for a shard that another process fetches
@@ -110,13 +110,13 @@ class _Work:
 
         try:
             hindrance = fetch_shard(cache, shards.files, shard, shards.samples[self._rows[shard.file]], go_on)
-        except CacheFault as fault:
-            remedy = "check the folder, or choose another one on a disk of this node"
-            raise UserError(f"--cache {cache.folder} cannot be filled ({fault})", remedy) from None
-        except (SourceFault, WrongContent) as fault:
+        except Fault as fault:
+            if fault.of == "cache":
+                remedy = "check the folder, or choose another one on a disk of this node"
+                raise UserError(f"--cache {cache.folder} cannot be filled ({fault})", remedy) from None
             self._refusals[number] += 1
             self._advance(-came)
-            if isinstance(fault, SourceFault) and self._refusals[number] < _TRIES:
+            if fault.of == "source" and self._refusals[number] < _TRIES:
                 return False
             self.result.outcomes[number] = f"{shard.file}: {fault}"
             return True

@@ -61,7 +61,7 @@ def upload(folder: Path, url: Place | str) -> None:
     content = (folder / MANIFEST).read_bytes()
     store = Store(place, probe="")
     with told(place, "read"):
-        there = store.sizes(must=True)
+        there = {name: size for name, (size, _) in store.objects().items()}
         present = bytes(store.fetch(MANIFEST).data) if MANIFEST in there else b""
     if present == content:
         print(f"{place} holds this set already, nothing was uploaded")

@@ -67,13 +67,9 @@ def train_geometry(
     crop_h = np.where(whole, np.clip(fallback_h, 1, height), crop_h)
     top, left = np.where(whole, (height - crop_h) // 2, top), np.where(whole, (width - crop_w) // 2, left)
 
-    return Geometry(
-        start=_pairs(top, left, np.int32),
-        shape=_pairs(crop_h, crop_w, np.int32),
-        resize=np.full((len(height), 2), image_size, dtype=np.float32),
-        crop=np.zeros((len(height), 2), dtype=np.float32),
-        flip=(flip_draw < flip).astype(np.int32),
-    )
+    resize, crop = np.full((len(height), 2), image_size, dtype=np.float32), np.zeros((len(height), 2), dtype=np.float32)
+    flips = (flip_draw < flip).astype(np.int32)
+    return Geometry(_pairs(top, left, np.int32), _pairs(crop_h, crop_w, np.int32), resize, crop, flips)
 
 
 def random_sides(

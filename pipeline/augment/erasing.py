@@ -56,10 +56,8 @@ class RandomErasing(BatchAugmentation):
         left = (left_draw * (self.image_size - width + 1)).astype(np.int64)
         erased = fits.any(axis=1) & (whether < self.probability)
         words = [(draw * 2.0**32).astype(np.int64) for draw in seed_draws]
-        return Erasing(
-            box=np.where(erased[:, None], np.stack([top, left, height, width], axis=1), 0),
-            noise_seed=(words[0] << 31) ^ words[1],  # 63 bits: non-negative int64
-        )
+        seed = (words[0] << 31) ^ words[1]  # 63 bits: non-negative int64
+        return Erasing(np.where(erased[:, None], np.stack([top, left, height, width], axis=1), 0), seed)
 
     def apply_(self, images: Tensor, request: BatchRequest) -> None:
         erasing, channels = request.draws[self], images.shape[1]

@@ -52,14 +52,11 @@ def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: 
     ``source`` is called once per batch, ahead of time, and returns :func:`window_inputs`.
     """
 
-    @pipeline_def(batch_size=batch_size, num_threads=num_threads, device_id=None, prefetch_queue_depth=prefetch)
     def graph() -> DataNode:
         jpegs, start, shape = _inputs(source, _WINDOW)
         return _decode_window(jpegs, start, shape, device="cpu")
 
-    pipeline = graph()
-    pipeline.build()
-    return pipeline
+    return _built(graph, batch_size, None, num_threads, prefetch)
 
 
 def full_graph(source: Source, batches: Batches, device_id: int | None, num_threads: int, prefetch: int) -> Pipeline:
@@ -72,17 +69,9 @@ def full_graph(source: Source, batches: Batches, device_id: int | None, num_thre
     augmentations = [augmentation for augmentation in batches.augmentations if isinstance(augmentation, PixelAugmentation)]
     drawn = [kind for augmentation in augmentations for kind in augmentation.graph_types]
 
-    @pipeline_def(
-        batch_size=batches.batch_size,
-        num_threads=num_threads,
-        device_id=device_id,
-        prefetch_queue_depth=prefetch,
-        enable_conditionals=True,
-    )
     def graph() -> DataNode:
-        jpegs, start, shape, resize, rows, columns, crop_y, crop_x, flip, *more = _inputs(
-            source, (*_WINDOW, *_PIXELS, *filters, *drawn)
-        )
+        inputs = _inputs(source, (*_WINDOW, *_PIXELS, *filters, *drawn))
+        jpegs, start, shape, resize, rows, columns, crop_y, crop_x, flip, *more = inputs
         images = _decode_window(jpegs, start, shape, device="cpu" if device_id is None else "mixed")
         filter_ = fn.reinterpret(more.pop(0), dtype=types.INTERP_TYPE) if filters else types.INTERP_CUBIC
         # As in Pillow, columns first, rounded to 8 bits before the rows: in one step, DALI keeps floats beyond 0 and 255.
@@ -93,11 +82,16 @@ def full_graph(source: Source, batches: Batches, device_id: int | None, num_thre
         images = fn.crop(images, crop=(size, size), crop_pos_y=crop_y, crop_pos_x=crop_x)
         images = fn.flip(images, horizontal=flip)
         for augmentation in augmentations:
-            inputs, more = more[: len(augmentation.graph_types)], more[len(augmentation.graph_types) :]
-            images = augmentation.in_graph(images, *inputs)
+            own, more = more[: len(augmentation.graph_types)], more[len(augmentation.graph_types) :]
+            images = augmentation.in_graph(images, *own)
         return images
 
-    pipeline = graph()
+    return _built(graph, batches.batch_size, device_id, num_threads, prefetch)
+
+
+def _built(graph: Callable[[], DataNode], batch_size: int, device_id: int | None, num_threads: int, prefetch: int) -> Pipeline:
+    settings = {"batch_size": batch_size, "device_id": device_id, "num_threads": num_threads, "prefetch_queue_depth": prefetch}
+    pipeline: Pipeline = pipeline_def(graph, enable_conditionals=True, **settings)()
     pipeline.build()
     return pipeline
 

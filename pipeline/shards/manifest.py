@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 from xxhash import xxh3_64_intdigest
 
 from pipeline.errors import UserError
 from pipeline.files import open_regular, replace_text
 from pipeline.stores.place import Place
 
-FORMAT_VERSION = 1
 KEPT_FORMATS = ("png", "webp", "tif", "bmp")  # suffixes of the members that are not JPEGs
 MANIFEST = "manifest.json"
 REJECTED, REENCODED = "rejected.jsonl", "reencoded.jsonl"
@@ -42,45 +42,77 @@ _ROWS_AT_ONCE = 1 << 14  # 512 kB, so that a chunk stays in the CPU cache for al
 _RESTORE = f"restore the file, or write the shards again with {SHARDER}"
 
 
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Positive = Annotated[int, Field(ge=1, lt=1 << 63)]
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_KeptFormat = Annotated[str, Field(pattern=f"^({'|'.join(KEPT_FORMATS)})$")]
+_Names = Annotated[list[str], Field(min_length=1)]
+
+
+def _check_file_name(name: str) -> str:
+    if not name.isprintable() or "/" in name or name in ("", ".", ".."):
+        raise ValueError("a name should be the plain name of a file in this folder")
+    return name
+
+
+_FileName = Annotated[str, AfterValidator(_check_file_name)]
+
+
 @dataclass(frozen=True)
 class ShardInfo:
     """Manifest entry of one tar and its index; sizes in bytes, SHA-256 in hexadecimal."""
 
-    file: str
-    samples: int
-    bytes: int
-    sha256: str
-    idx_file: str
-    idx_bytes: int
-    idx_sha256: str
+    __pydantic_config__ = _STRICT
+
+    file: _FileName
+    samples: _Count
+    bytes: _Count
+    sha256: _Digest
+    idx_file: _FileName
+    idx_bytes: _Count
+    idx_sha256: _Digest
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class _Source(TypedDict):
+    """Provenance of a split; also kind, path and image rules."""
+
+    fingerprint: str
+    subset: Annotated[float, Field(gt=0, le=1)]
+    subset_rule: Literal["random", "first"]
 
 
 @dataclass(frozen=True)
 class SplitInfo:
     """Manifest entry of one split (train or val)."""
 
-    samples: int
-    bytes: int
-    seed: int
-    samples_per_shard: int
-    source: dict  # provenance: kind, path, fingerprint, subset and its rule, image rules
-    samples_per_class: list[int]
-    samples_file: str
-    samples_sha256: str
-    shards: list[ShardInfo]
-    rejected: int = 0  # rejected images, listed in rejected.jsonl
-    reencoded: int = 0  # re-encoded images, listed in reencoded.jsonl
-    formats: dict[str, int] = field(default_factory=dict)  # suffix -> non-JPEG images
+    __pydantic_config__ = _STRICT
+
+    samples: _Positive
+    bytes: _Count
+    seed: Annotated[int, Field(ge=0)]
+    samples_per_shard: _Positive
+    source: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(_Source))]
+    samples_per_class: list[_Count]
+    samples_file: _FileName
+    samples_sha256: _Digest
+    shards: Annotated[list[ShardInfo], Field(min_length=1)]
+    rejected: _Count = 0  # rejected images, listed in rejected.jsonl
+    reencoded: _Count = 0  # re-encoded images, listed in reencoded.jsonl
+    formats: dict[_KeptFormat, _Count] = field(default_factory=dict)  # suffix -> non-JPEG images
 
 
 @dataclass(frozen=True)
 class ShardManifest:
     """The content of ``manifest.json``."""
 
-    classes: list[str]  # identifiers of the classes (folder names, wnids), in index order
+    __pydantic_config__ = _STRICT
+
+    classes: _Names  # identifiers of the classes (folder names, wnids), in index order
     splits: dict[str, SplitInfo] = field(default_factory=dict)
-    version: int = FORMAT_VERSION
-    class_names: list[str] | None = None  # what tables and figures call the classes, in index order; None: their identifiers
+    version: Literal[1] = 1  # of the format
+    class_names: _Names | None = None  # what tables and figures call the classes, in index order; None: their identifiers
 
     def write(self, folder: Path) -> None:
         replace_text(folder / MANIFEST, json.dumps(asdict(self), indent=1))
@@ -102,94 +134,33 @@ class ShardManifest:
     def parse(content: bytes, path: Place) -> ShardManifest:
         """Parse and validate the manifest at a path or URL. Raises UserError: damaged, invalid values, or another format version."""
         try:
-            tree = json.loads(content)
-            if tree["version"] != FORMAT_VERSION:
-                raise _Invalid(f"its version must be {FORMAT_VERSION}, got {tree['version']!r:.60}")
-            for split in tree["splits"].values():
-                split["shards"] = [ShardInfo(**shard) for shard in split["shards"]]
-            tree["splits"] = {name: SplitInfo(**split) for name, split in tree["splits"].items()}
-            manifest = ShardManifest(**tree)
-            manifest._check()
-        except _Invalid as error:
-            raise UserError(f"{path} is damaged: {error}", _RESTORE) from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path} is damaged: it is not a complete manifest ({error!r})", _RESTORE) from None
+            manifest: ShardManifest = _adapter().validate_json(content)
+        except ValidationError as error:
+            raise UserError(f"{path} is damaged: {_problem(error)}", _RESTORE) from None
+        lists: dict[str, list] = {
+            f"splits.{name}.samples_per_class": split.samples_per_class for name, split in manifest.splits.items()
+        }
+        if manifest.class_names is not None:
+            lists["class_names"] = manifest.class_names
+        for where, values in lists.items():
+            if len(values) != len(manifest.classes):
+                need = f"must have {len(manifest.classes)} entries, one for each class, got {len(values)}"
+                raise UserError(f"{path} is damaged: {where} {need}", _RESTORE)
         return manifest
 
-    def _check(self) -> None:
-        _check_values("", self, {"classes": _NAMES})
-        if self.class_names is not None:
-            _check_values("", self, {"class_names": _NAMES})
-            self._check_length("class_names", self.class_names)
-        for name, split in self.splits.items():
-            _check_values(f"splits.{name}.", split, _SPLIT_VALUES)
-            _check_values(f"splits.{name}.source.", split.source, _SOURCE_VALUES)
-            self._check_length(f"splits.{name}.samples_per_class", split.samples_per_class)
-            for number, shard in enumerate(split.shards):
-                _check_values(f"splits.{name}.shards.{number}.", shard, _SHARD_VALUES)
 
-    def _check_length(self, where: str, values: list) -> None:
-        if len(values) != len(self.classes):
-            raise _Invalid(f"{where} must have {len(self.classes)} entries, one for each class, got {len(values)}")
+@lru_cache(maxsize=1)
+def _adapter() -> TypeAdapter:
+    return TypeAdapter(ShardManifest)
 
 
-class _Invalid(ValueError):
-    """A value that no writer produces."""
-
-
-def _is_whole(value: object, least: int = 0) -> bool:
-    return type(value) is int and least <= value < 1 << 63
-
-
-def _is_plain_name(value: object) -> bool:
-    return isinstance(value, str) and value.isprintable() and "/" not in value and value not in ("", ".", "..")
-
-
-def _is_text_list(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
-
-
-# A predicate for a value, and what the value must be.
-_Rule = tuple[Callable[..., bool], str]
-_COUNT: _Rule = (_is_whole, "a whole number of at least 0")
-_POSITIVE: _Rule = (partial(_is_whole, least=1), "a whole number of at least 1")
-_FILE: _Rule = (_is_plain_name, "the plain name of a file in this folder")
-_DIGEST: _Rule = (
-    lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)),
-    "a SHA-256 of 64 hexadecimal digits",
-)
-_NAMES: _Rule = (_is_text_list, "a list of at least 1 name")
-_SHARD_VALUES = {
-    **dict.fromkeys(("file", "idx_file"), _FILE),
-    **dict.fromkeys(("samples", "bytes", "idx_bytes"), _COUNT),
-    **dict.fromkeys(("sha256", "idx_sha256"), _DIGEST),
-}
-_SPLIT_VALUES: dict[str, _Rule] = {
-    **dict.fromkeys(("samples", "samples_per_shard"), _POSITIVE),
-    **dict.fromkeys(("bytes", "rejected", "reencoded"), _COUNT),
-    "seed": (lambda value: type(value) is int and value >= 0, _COUNT[1]),
-    "source": (lambda value: isinstance(value, dict), "an object"),
-    "samples_per_class": (lambda value: isinstance(value, list) and all(map(_is_whole, value)), "a list of counts"),
-    "samples_file": _FILE,
-    "samples_sha256": _DIGEST,
-    "shards": (bool, "a list of at least 1 shard"),
-    "formats": (
-        lambda value: isinstance(value, dict) and all(key in KEPT_FORMATS and _is_whole(count) for key, count in value.items()),
-        f"counts of {', '.join(KEPT_FORMATS)}",
-    ),
-}
-_SOURCE_VALUES: dict[str, _Rule] = {
-    "fingerprint": (lambda value: isinstance(value, str), "a string"),
-    "subset": (lambda value: type(value) in (int, float) and 0 < value <= 1, "a share above 0 and at most 1"),
-    "subset_rule": (lambda value: value in ("random", "first"), "random or first"),
-}
-
-
-def _check_values(where: str, values: object, rules: dict[str, _Rule]) -> None:
-    for name, (fits, words) in rules.items():
-        value = values.get(name) if isinstance(values, dict) else getattr(values, name)
-        if not fits(value):
-            raise _Invalid(f"{where}{name} must be {words}, got {value!r:.60}")
+def _problem(error: ValidationError) -> str:
+    """The first wrong value, and what it must be."""
+    problem = error.errors()[0]
+    where, need = ".".join(map(str, problem["loc"])) or "it", problem["msg"].partition(" should ")[2]
+    if not need:  # a key that is missing or unknown, or no JSON
+        return f"it is not a complete manifest ({where}: {problem['msg']})"
+    return f"{where} must {need.partition(' after validation')[0]}, got {problem['input']!r:.60}"
 
 
 def map_sample_table(path: Path, samples: int) -> np.ndarray:

@@ -63,10 +63,8 @@ class ShardSet(Samples):
         self.folder, self.split = source.folder, split
         manifest = source.manifest()
         if split not in manifest.splits:
-            raise UserError(
-                f"the split must be one of {sorted(manifest.splits)} of {self.folder / MANIFEST}, got {split!r}",
-                _advice(self.folder, split),
-            )
+            problem = f"the split must be one of {sorted(manifest.splits)} of {self.folder / MANIFEST}, got {split!r}"
+            raise UserError(problem, _advice(self.folder, split))
         self.classes, self.named = manifest.classes, manifest.class_names
         self.class_names = manifest.class_names or manifest.classes
         self.info = manifest.splits[split]

@@ -143,12 +143,11 @@ class Client:
             for name in names if len(names) > 1 else []:  # Azure and Google stop at the first that is not there
                 self.delete([name])
 
-    def objects(self) -> Iterator[tuple[str, int, str]]:
-        """Name, bytes and etag of all objects of the place. Raises Failure: they cannot be listed, as those of a web server."""
+    def objects(self) -> dict[str, tuple[int, str]]:
+        """Name -> bytes and etag of all objects of the place. Raises Failure: they cannot be listed, as those of a web server."""
         with _sorted_failures():
-            for part in self._obstore.list(self._store):
-                for found in part:
-                    yield found["path"], found["size"], found.get("e_tag") or ""
+            found = [each for part in self._obstore.list(self._store) for each in part]
+        return {each["path"]: (each["size"], each.get("e_tag") or "") for each in found}
 
 
 class _NoConditions(Exception):

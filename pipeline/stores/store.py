@@ -157,17 +157,13 @@ class Store:
 
     def objects(self) -> dict[str, tuple[int, str]]:
         """Name -> bytes and etag of every object of the place. Raises as :meth:`read`."""
-        return self._repeat("", lambda: {name: (size, tag) for name, size, tag in self._client.objects()}, about_all=True)
+        return self._repeat("", self._client.objects, about_all=True)
 
-    def sizes(self, must: bool = False) -> dict[str, int]:
-        """Name and bytes of every object; where the store does not tell, none, or an error as of :meth:`read` if it ``must``."""
-        if self.place.scheme in ("http", "https"):
-            return {}
+    def sizes(self) -> dict[str, int]:
+        """Name -> bytes of every object; none where the store does not tell."""
         try:
-            return {name: size for name, (size, _) in self.objects().items()}
+            return {} if "http" in self.place.scheme else {name: size for name, (size, _) in self.objects().items()}
         except (OSError, StoreFails):
-            if must:
-                raise
             self._over = None  # reading may be allowed where listing is not
             return {}
 

@@ -21,7 +21,7 @@ from pipeline.config import AugmentConfig, DataConfig
 from pipeline.loader.dali_graph import full_graph, full_inputs
 from pipeline.loader.loader import Loader
 from pipeline.shards.image_checks import ImageRules, Rejected, prepare_image
-from pipeline.shards.manifest import FORMAT_VERSION, ShardManifest
+from pipeline.shards.manifest import ShardManifest
 from pipeline.shards.shard_set import ShardSet
 from support.batches import train_batches
 from support.images import encoded, picture
@@ -186,7 +186,7 @@ def test_the_set_says_what_it_holds(twins: dict[str, ShardSet]) -> None:
     for suffix, member in (("png", "png"), ("tiff", "tif")):
         shards = twins[suffix]
         manifest = ShardManifest.read(shards.folder)
-        assert manifest.splits["train"].formats == {member: 12} and manifest.version == FORMAT_VERSION
+        assert manifest.splits["train"].formats == {member: 12} and manifest.version == 1
         assert (
             f"KEY {member}".replace("KEY", "v1.2 12\n" + member).split("\n")[0]
             in (shards.folder / "train-000000.idx").read_text()

@@ -27,29 +27,31 @@ def copied(digits_shards: Path, tmp_path: Path) -> Path:
 
 # Where in the manifest, what is written there, what the sentence says is needed.
 EDITS = [
-    ("version", 2, "1, got 2"),
-    ("classes", 5, "a list of at least 1 name"),
-    ("classes", [], "a list of at least 1 name"),
-    ("classes", [1] * 10, "a list of at least 1 name"),
-    ("splits.val.samples", 0, "a whole number of at least 1"),
-    ("splits.val.samples", 2**63, "a whole number of at least 1"),
-    ("splits.val.samples", True, "a whole number of at least 1"),
-    ("splits.val.seed", -1, "a whole number of at least 0"),
-    ("splits.val.samples_per_shard", 1.5, "a whole number of at least 1"),
-    ("splits.val.samples_per_class", [1, 2], "must have 10 entries, one for each class, got 2"),
-    ("splits.val.samples_per_class", [-1] * 10, "a list of counts"),
-    ("splits.val.source", None, "an object"),
-    ("splits.val.source.fingerprint", None, "a string"),
-    ("splits.val.source.subset", 0, "a share above 0 and at most 1"),
-    ("splits.val.source.subset_rule", "last", "random or first"),
-    ("splits.val.samples_file", "../val-samples.npy", "the plain name of a file"),
-    ("splits.val.samples_sha256", "short", "a SHA-256"),
-    ("splits.val.shards", [], "at least 1 shard"),
-    ("splits.val.shards.0.file", "/etc/passwd", "the plain name of a file"),
-    ("splits.val.shards.0.idx_file", "\0", "the plain name of a file"),
-    ("splits.val.shards.0.bytes", "many", "a whole number of at least 0"),
+    ("version", 2, "be 1, got 2"),
+    ("classes", 5, "be a valid array, got 5"),
+    ("classes", [], "have at least 1 item, got []"),
+    ("classes.0", 1, "be a valid string, got 1"),
+    ("class_names", ["one"], "have 10 entries, one for each class, got 1"),
+    ("splits.val.samples", 0, "be greater than or equal to 1, got 0"),
+    ("splits.val.samples", 2**63, "be less than 9223372036854775808, got"),
+    ("splits.val.samples", True, "be a valid integer, got True"),
+    ("splits.val.seed", -1, "be greater than or equal to 0, got -1"),
+    ("splits.val.samples_per_shard", 1.5, "be a valid integer, got 1.5"),
+    ("splits.val.samples_per_class", [1, 2], "have 10 entries, one for each class, got 2"),
+    ("splits.val.samples_per_class.3", -1, "be greater than or equal to 0, got -1"),
+    ("splits.val.source", None, "be an object, got None"),
+    ("splits.val.source.fingerprint", None, "be a valid string, got None"),
+    ("splits.val.source.subset", 0, "be greater than 0, got 0"),
+    ("splits.val.source.subset", 1.5, "be less than or equal to 1, got 1.5"),
+    ("splits.val.source.subset_rule", "last", "be 'random' or 'first', got 'last'"),
+    ("splits.val.samples_file", "../val-samples.npy", "be the plain name of a file in this folder, got '../val-samples.npy'"),
+    ("splits.val.samples_sha256", "short", "match pattern '^[0-9a-f]{64}$', got 'short'"),
+    ("splits.val.shards", [], "have at least 1 item, got []"),
+    ("splits.val.shards.0.file", "/etc/passwd", "be the plain name of a file in this folder"),
+    ("splits.val.shards.0.idx_file", "\0", "be the plain name of a file in this folder"),
+    ("splits.val.shards.0.bytes", "many", "be a valid integer, got 'many'"),
     ("splits.val.shards.0.unknown", 1, "not a complete manifest"),
-    ("splits.val", [], "not a complete manifest"),
+    ("splits.val", [], "be an object, got []"),
 ]
 
 
@@ -57,17 +59,18 @@ EDITS = [
 def test_an_impossible_value_in_the_manifest_is_named(place: str, value: object, needed: str, copied: Path) -> None:
     """Guards against a traceback far from the file that caused it, and against paths that lead out of the folder."""
     tree = json.loads((copied / MANIFEST).read_text())
-    *above, last = place.split(".")
+    *above, last = (int(key) if key.isdecimal() else key for key in place.split("."))
     parent = tree
     for key in above:
-        parent = parent[int(key) if key.isdecimal() else key]
+        parent = parent[key]
     parent[last] = value
     (copied / MANIFEST).write_text(json.dumps(tree))
     with pytest.raises(UserError, match=r"manifest.json is damaged: .*: restore the file, or write") as error:
         ShardSet(copied, "val")
-    assert needed in str(error.value)
-    if needed != "not a complete manifest":
-        assert f" {place} must " in str(error.value)
+    if needed == "not a complete manifest":
+        assert needed in str(error.value)
+    else:
+        assert f" {place} must {needed}" in str(error.value)
 
 
 def edit_row(name: str, value: int) -> Callable[[np.ndarray], np.ndarray]:

@@ -101,10 +101,8 @@ class RandAugment(PixelAugmentation):
         magnitude = np.clip(self.magnitude + self.magnitude_std * noise, 0, MAX_MAGNITUDE)
         amounts = _amount_of_each_op(magnitude / MAX_MAGNITUDE, np.where(sign_draw < 0.5, 1, -1), self.image_size)
         applied = apply_draw < APPLY_PROBABILITY
-        return Ops(
-            op=np.where(applied, op, Op.NOTHING).astype(np.int32),
-            amount=np.where(applied, np.choose(op, amounts), 0).astype(np.float32),
-        )
+        op, amount = np.where(applied, op, Op.NOTHING), np.where(applied, np.choose(op, amounts), 0)
+        return Ops(op.astype(np.int32), amount.astype(np.float32))
 
     def applies(self, request: BatchRequest, i: int) -> bool:
         return request.draws[self].op[i].any()

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -32,16 +33,13 @@ _TRIES = 2  # of a shard whose copy is found damaged, or cannot be opened, again
 _SHOWN = 3  # warnings of one kind
 
 
-class CacheFault(Exception):
-    """The cache cannot be written or locked; the message is the reason."""
+class Fault(Exception):
+    """Why a shard could not be fetched: the cache cannot be written or locked, the source cannot give the shard now, or the source's
+    content is not what the sample table says."""
 
-
-class SourceFault(Exception):
-    """The source cannot give a shard now; the message is the reason."""
-
-
-class WrongContent(Exception):
-    """The source's shard is not what the sample table says; the message is the damage."""
+    def __init__(self, of: Literal["cache", "source", "content"], reason: str) -> None:
+        super().__init__(reason)
+        self.of = of
 
 
 class Stopped(Exception):
@@ -61,12 +59,12 @@ def fetch_shard(
         None if the shard was fetched, else why it was not.
 
     Raises:
-        CacheFault, SourceFault, WrongContent, Stopped
+        Fault, Stopped
     """
     try:
         partial = cache.claim(shard)
     except OSError as error:
-        raise CacheFault(_reason(cache.folder, error)) from None
+        raise Fault("cache", _reason(cache.folder, error)) from None
     if isinstance(partial, Unclaimed):
         return partial
     try:
@@ -79,11 +77,11 @@ def fetch_shard(
             _fill(partial, source, shard, lambda _: go_on(0))
         if damage := find_damage(partial.read, rows):
             partial.discard()
-            raise WrongContent(damage)
+            raise Fault("content", damage)
         partial.publish()
     except OSError as error:
         partial.discard()  # the disk may be full: it is not this file that should fill it
-        raise CacheFault(_reason(cache.folder, error)) from None
+        raise Fault("cache", _reason(cache.folder, error)) from None
     finally:
         partial.close()
     return None
@@ -109,11 +107,11 @@ def _fill(partial: Partial, source: ShardFiles, shard: ShardInfo, go_on: Callabl
         try:
             data = source.read(shard.file, partial.begun, wanted)
         except OSError as error:
-            raise SourceFault(f"it cannot be read ({error.strerror or error})") from None
+            raise Fault("source", f"it cannot be read ({error.strerror or error})") from None
         except UserError as error:
-            raise SourceFault(error.problem) from None
+            raise Fault("source", error.problem) from None
         if len(data) != wanted:
-            raise SourceFault(f"it ends at {partial.begun + len(data)} of its {shard.bytes} bytes")
+            raise Fault("source", f"it ends at {partial.begun + len(data)} of its {shard.bytes} bytes")
         partial.append(data)
         if not go_on(len(data)):
             raise Stopped
@@ -181,15 +179,15 @@ class Filler:
             try:
                 rows = self._samples[self._rows[name]]
                 hindrance = fetch_shard(self._cache, self._source, self._shards[name], rows, self._go_on)
-            except CacheFault as fault:
-                self._warn("cache", f"cannot be filled ({fault}): shards that it lacks are read from {self._source.folder}")
-                room = False
-            except SourceFault as fault:
-                self._warn("source", f"could not fetch {self._source.folder / name} ({fault}); that is tried again")
-                room = False
-            except WrongContent as fault:
-                self._failures[name] += 1
-                self._warn("content", f"does not take {self._source.folder / name}, which is damaged itself ({fault})", _SHOWN)
+            except Fault as fault:
+                told = {
+                    "cache": f"cannot be filled ({fault}): shards that it lacks are read from {self._source.folder}",
+                    "source": f"could not fetch {self._source.folder / name} ({fault}); that is tried again",
+                    "content": f"does not take {self._source.folder / name}, which is damaged itself ({fault})",
+                }
+                self._warn(fault.of, told[fault.of], _SHOWN if fault.of == "content" else 1)
+                self._failures[name] += fault.of == "content"
+                room = fault.of == "content"
             else:
                 if hindrance is Unclaimed.ELSEWHERE:
                     pause = _ELSEWHERE_SECONDS

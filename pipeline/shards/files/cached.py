@@ -118,7 +118,5 @@ def check_cache(cache: ShardCache, source: ShardFiles, name: str) -> None:
     """Check that a cache is not its source's own folder; if it is, a ``UserError`` that names the setting."""
     with suppress(OSError):
         if os.path.samefile(cache.folder, source.folder):
-            raise UserError(
-                f"{name} must not be the folder of the shards themselves, got {cache.folder}",
-                "choose a folder on a disk of the node",
-            )
+            problem = f"{name} must not be the folder of the shards themselves, got {cache.folder}"
+            raise UserError(problem, "choose a folder on a disk of the node")
