@@ -1,4 +1,4 @@
-"""Draw curves as plotly figures, long ones thinned: no spike is lost, a page stays small. Show those of a training, and its speed."""
+"""Draw curves as plotly figures, long ones thinned so that no spike is lost; show those of a training, and its speed."""
 
 from __future__ import annotations
 

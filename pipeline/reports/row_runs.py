@@ -78,7 +78,7 @@ class Filled:
 
 
 def fill(table: PaperTable, runs: list[RunFolder], any_data: bool = False) -> Filled:
-    """Sort runs, also those of other tables, into the rows of a table; with ``any_data`` also those that differ in data, size or recipe."""
+    """Sort runs, of any table, into the rows of this one; with ``any_data`` also those of other data, size or recipe."""
     filled = Filled(table, any_data)
     settings: dict[str, Setting] = {}
     placed: dict[str, dict[int, list[RunFolder]]] = defaultdict(lambda: defaultdict(list))  # key of a setting -> row -> runs

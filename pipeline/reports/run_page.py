@@ -1,4 +1,4 @@
-"""Put the page about one run together: its result beside the paper's, the story of its starts, and what the other sections show."""
+"""Put the page about one run together: its result beside the paper's, the story of its starts, the other sections."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Show what lies beside the metrics: figures of ``pipeline.analyze``, measures over training, training images as the model saw them; the
-config beside the recipe, the environment, the checkpoints."""
+"""Show what lies beside the metrics: figures of ``pipeline.analyze``, measures over training, training images as the model saw
+them; the config beside the recipe, the environment, the checkpoints."""
 
 from __future__ import annotations
 
