@@ -24,7 +24,6 @@ from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 
 _NO_FILE = "a sweep requires a file with a line of overrides for each run, got none"
-_OPENING, _CLOSING = "([{", ")]}"
 
 
 def main() -> int:
@@ -38,12 +37,8 @@ def main() -> int:
     add("--grid", nargs=argparse.REMAINDER, metavar="key=value,value", help="print the file for all combinations of values")
     add("--report", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # of a submission, for launch/sweep.slurm
     add("file", type=Path, nargs="?", metavar="FILE", help="a line of overrides for each run")
-    add(
-        "words",
-        nargs=argparse.REMAINDER,
-        metavar="dotted.key=value",
-        help="for all runs, after --config CONFIG where the lines have none",
-    )
+    for_all = "for all runs, after --config CONFIG where the lines have none"
+    add("words", nargs=argparse.REMAINDER, metavar="dotted.key=value", help=for_all)
     args = parser.parse_args()
     if args.grid is not None:
         print(grid(args.grid), end="")
@@ -88,44 +83,35 @@ def _submit(words: list[str]) -> int:
 
     file = Path(words[0])
     if options and not file.exists() and "=" not in options[-1]:
-        raise UserError(
-            f"{file} must be a file with a line of overrides for each run, got no such file",
-            f"if it is the value of {options[-1]}, write the two as one word, --name=value",
-        )
+        remedy = f"if it is the value of {options[-1]}, write the two as one word, --name=value"
+        raise UserError(f"{file} must be a file with a line of overrides for each run, got no such file", remedy)
     return submit(read_sweep(file, words[1:]), options, at_once)
 
 
 def grid(words: Sequence[str]) -> str:
-    """The file for ``key=value,value`` words: a line for each combination, the last key changing fastest.
+    """The file for ``--config CONFIG,CONFIG`` and ``key=value,value``: a line for each combination, the last key changing fastest.
 
-    Args:
-        words: ``--config CONFIG,CONFIG`` and overrides with values separated by commas; a comma within brackets or quotes belongs
-            to the value. What has one value only goes into the line for all.
+    A comma within brackets or quotes belongs to the value. What has one value only goes into the line for all.
 
     Raises:
         UserError: a word of another form, an empty value, or a combination that is not a valid config.
     """
-    from pipeline.sweep.lines import parse_sweep
+    from pipeline.sweep.lines import CONFIG, join_config, parse_sweep
 
     common: list[str] = []
     axes: list[list[str]] = []
-    todo = list(words)
-    while todo:
-        word = todo.pop(0)
-        if word == "--config":
-            if not todo:
-                raise UserError("--config requires a file or a name in configs/, got nothing", "write --config pervit_t")
-            key, values = "--config ", todo.pop(0)
-        elif word.startswith("--config="):
-            key, values = "--config ", word.partition("=")[2]
-        else:
-            name, equals, values = word.partition("=")
-            if not equals or not name or word.startswith("-"):
-                raise UserError(f"--grid must have words key=value,value, got {word!r}", "write for example optim.lr=1e-3,5e-4")
-            key = f"{name}="
-        choices = [_word(key, value) for value in _values(values)]
-        if not all(_values(values)):
+    has_config = False
+    for word in join_config(words):
+        key, equals, text = word.partition("=")
+        if key == CONFIG and not text:
+            raise UserError(f"{CONFIG} requires a file or a name in configs/, got nothing", f"write {CONFIG} pervit_t")
+        if not equals or not key or key.startswith("-") and key != CONFIG:
+            raise UserError(f"--grid must have words key=value,value, got {word!r}", "write for example optim.lr=1e-3,5e-4")
+        values = _values(text)
+        if not all(values):
             raise UserError(f"{word} has an empty value between its commas", "correct it")
+        has_config |= key == CONFIG
+        choices = [f"{CONFIG} {shlex.quote(value)}" if key == CONFIG else _quoted(f"{key}={value}") for value in values]
         if len(set(choices)) < len(choices):
             raise UserError(f"{word} has a value twice", "take one out")
         if len(choices) > 1:
@@ -135,45 +121,35 @@ def grid(words: Sequence[str]) -> str:
     if not axes:
         raise UserError("--grid must have a key with several values, got none", "write for example optim.lr=1e-3,5e-4 seed=0,1")
     lines = [" ".join(combination) for combination in itertools.product(*axes)]
-    has_config = any(choice.startswith("--config ") for choice in (*common, *(axis[0] for axis in axes)))
     text = "".join(f"{line}\n" for line in ([f"all: {' '.join(common)}"] if common else []) + lines)
     if has_config:
         parse_sweep(Path("grid"), text, variables={})
     return text
 
 
-def _word(key: str, value: str) -> str:
-    if key == "--config ":
-        return key + shlex.quote(value)
-    whole = key + value
-    return whole if re.fullmatch(r"[\w@+=:,./{}\[\]#-]+", whole) else shlex.quote(whole)
+def _quoted(word: str) -> str:
+    return word if re.fullmatch(r"[\w@+=:,./{}\[\]#-]+", word) else shlex.quote(word)
 
 
 def _values(text: str) -> list[str]:
-    """Split at the commas outside of brackets and quotes.
-
-    Raises:
-        UserError: one of those is not closed.
-    """
+    """Split at the commas outside of brackets and quotes."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if quote:
             quote = "" if character == quote else quote
         elif character in "'\"":
             quote = character
-        elif character in _OPENING:
+        elif character in "([{":
             depth += 1
-        elif character in _CLOSING:
+        elif character in ")]}":
             depth = max(0, depth - 1)
         if character == "," and depth == 0 and not quote:
             values.append("")
         else:
             values[-1] += character
     if depth or quote:
-        raise UserError(
-            f"{text} has a {'quote' if quote else 'bracket'} that is not closed, commas within it separate nothing",
-            "close it, and quote the word for the shell",
-        )
+        problem = f"{text} has a {'quote' if quote else 'bracket'} that is not closed, commas within it separate nothing"
+        raise UserError(problem, "close it, and quote the word for the shell")
     return values
 
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from pipeline.errors import UserError
@@ -28,6 +29,7 @@ _SUBMITTED, _TASKS = "submitted", "tasks"
 # Options of sbatch that say where a job may run, which the report's job takes over; the others are the size of a training.
 _WHERE = ("account", "partition", "qos", "reservation", "clusters", "wckey")
 _SHORT = {"-A": "account", "-p": "partition", "-q": "qos", "-M": "clusters", "-J": "job-name", "-o": "output", "-a": "array"}
+_SHORT |= {"-N": "nodes", "-n": "ntasks"}
 _OURS = ("array", "parsable", "wrap", "wait", "test-only")
 
 
@@ -35,7 +37,6 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
     """Submit what is neither finished nor in the queue, and the report; returns the exit code.
 
     Args:
-        sweep: the runs.
         options: of ``sbatch`` for each run, as ``--name=value``.
         at_once: how many tasks may run at a time; None: as many as Slurm starts.
 
@@ -43,13 +44,11 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
         UserError: no Slurm, too many runs, a batch that the processes cannot share, or ``sbatch`` refuses. Nothing is submitted then.
     """
     if shutil.which("sbatch") is None:
-        raise UserError(
-            "a job array requires Slurm, got no sbatch on the PATH", f"on one machine: python -m pipeline.sweep {sweep.file}"
-        )
+        remedy = f"on one machine: python -m pipeline.sweep {sweep.file}"
+        raise UserError("a job array requires Slurm, got no sbatch on the PATH", remedy)
     if not SCRIPT.is_file():
-        raise UserError(
-            f"a job array must be submitted from the repository's root, got {Path.cwd()} without {SCRIPT}", "go there"
-        )
+        problem = f"a job array must be submitted from the repository's root, got {Path.cwd()} without {SCRIPT}"
+        raise UserError(problem, "go there")
     options = _check_options(options)
     if (processes := _processes(options)) is not None:
         check_batches(sweep, processes, "; before the file, --nodes, --gpus-per-node and --ntasks-per-node say how many")
@@ -58,21 +57,17 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
     todo = [run for run in sweep.runs if run not in finished and os.path.abspath(run.folder) not in queued]
     limit = _max_array_size()
     if todo and todo[-1].number >= limit:
-        raise UserError(
-            f"{sweep.file} has {len(sweep.runs)} runs, but the tasks of a job array are numbered to {limit - 1} here (Slurm's "
-            f"MaxArraySize is {limit})",
-            "split the file",
-        )
+        tasks = f"the tasks of a job array are numbered to {limit - 1} here (Slurm's MaxArraySize is {limit})"
+        raise UserError(f"{sweep.file} has {len(sweep.runs)} runs, but {tasks}", "split the file")
     submission = _write_submission(sweep)
     arrays = sorted(set(queued.values()), key=int)
     name = re.sub(r"[^\w.-]+", "_", sweep.folder.name)
     if todo:
         indices = _ranges([run.number for run in todo]) + (f"%{at_once}" if at_once else "")
         log = f"{_escaped(sweep.folder / LOGS)}/%A_%a.out"
+        own = [f"--array={indices}", str(SCRIPT), TASK, str(submission)]
         try:
-            array = _sbatch(
-                f"--job-name={name}", f"--output={log}", *options, f"--array={indices}", str(SCRIPT), TASK, str(submission)
-            )
+            array = _sbatch(f"--job-name={name}", f"--output={log}", *options, *own)
         except UserError:
             shutil.rmtree(submission)
             raise
@@ -90,11 +85,9 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
     try:
         report = _sbatch(*own, f"--wrap=exec bash {SCRIPT} --report {shlex.quote(str(submission))}")
     except UserError as error:
-        folders = " ".join(shlex.quote(str(run.folder)) for run in sweep.runs)
-        raise UserError(
-            f"the runs are submitted, but not their report: {error.problem}",
-            f"when they have ended, run: python -m pipeline.report {folders} --output {sweep.folder / REPORT}",
-        ) from None
+        folders = shlex.join(str(run.folder) for run in sweep.runs)
+        remedy = f"when they have ended, run: python -m pipeline.report {folders} --output {sweep.folder / REPORT}"
+        raise UserError(f"the runs are submitted, but not their report: {error.problem}", remedy) from None
     print(f"job {report}: the report, when all have ended: {sweep.folder / REPORT}")
     return 0
 
@@ -111,20 +104,21 @@ def report(submission: Path) -> int:
 
 
 def _check_options(options: Sequence[str]) -> list[str]:
-    long = [f"--{_SHORT[option[:2]]}={option[2:]}" if option[:2] in _SHORT and option[2:] else option for option in options]
+    """The options in their long form, ``--name=value``, where that is known."""
+    short = [(option, _SHORT.get(option[:2]) if option[2:] else None) for option in options]
+    long = [f"--{name}={option[2:].removeprefix('=')}" if name else option for option, name in short]
     for option in long:
         if option.removeprefix("--").partition("=")[0] in _OURS or option in ("-a", "-W", "-H"):
-            remedy = "take it out; --jobs=N lets N runs train at a time"
-            raise UserError(f"{option} is an option that a sweep sets itself", remedy)
+            raise UserError(
+                f"{option} is an option that a sweep sets itself", "take it out; --jobs=N lets N runs train at a time"
+            )
     return long
 
 
 def _processes(options: Sequence[str]) -> int | None:
     """Of a run's job; None if it cannot be told here."""
     size = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", SCRIPT.read_text(), re.MULTILINE))
-    for option in options:
-        name, _, value = re.sub(r"^-N=?", "--nodes=", re.sub(r"^-n=?", "--ntasks=", option)).removeprefix("--").partition("=")
-        size[name] = value
+    size |= dict(option.removeprefix("--").partition("=")[::2] for option in options)
     numbers = [size.get(name, "1") for name in (["ntasks"] if "ntasks" in size else ["nodes", "ntasks-per-node"])]
     return math.prod(map(int, numbers)) if all(number.isdecimal() and int(number) for number in numbers) else None
 
@@ -133,18 +127,14 @@ def _write_submission(sweep: Sweep) -> Path:
     """The folder of a new submission; it appears when everything is in it."""
     (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)
     above = Path(os.path.abspath(sweep.folder)) / _SUBMITTED
-    stamp, count = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     hidden = above / f".{stamp}.{os.getpid()}"
     (hidden / _TASKS).mkdir(parents=True)
     replace_text(hidden / sweep.file.name, sweep.text)
     for run in sweep.runs:
         (hidden / _TASKS / str(run.number)).write_text("".join(f"{word}\n" for word in (run.config_file, *run.overrides)))
-    submission = above / stamp
-    while submission.exists():  # another one of this second
-        count += 1
-        submission = above / f"{stamp}_{count}"
-    hidden.rename(submission)
-    return submission
+    names = (stamp, *(f"{stamp}_{count}" for count in range(2, 1000)))  # others of this second
+    return hidden.rename(next(above / name for name in names if not (above / name).exists()))
 
 
 def _folder_of(task: Path) -> Path:
@@ -153,9 +143,7 @@ def _folder_of(task: Path) -> Path:
 
 def _in_the_queue(sweep: Sweep) -> dict[str, str]:
     """Folders, absolute, of the runs that wait or run -> id of their job array."""
-    asked = subprocess.run(
-        ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%F|%K|%o"], capture_output=True, text=True
-    )
+    asked = _run("squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%F|%K|%o")
     if asked.returncode != 0:
         raise UserError(f"squeue does not answer ({_last(asked.stderr)})", "try again when its controller is there")
     ours = f"{TASK} {Path(os.path.abspath(sweep.folder)) / _SUBMITTED}/"
@@ -170,22 +158,25 @@ def _in_the_queue(sweep: Sweep) -> dict[str, str]:
 
 
 def _max_array_size() -> int:
-    asked = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
+    asked = _run("scontrol", "show", "config")
     size = re.search(r"^MaxArraySize\s*=\s*(\d+)", asked.stdout, re.MULTILINE)
     if asked.returncode != 0 or size is None:
-        raise UserError(
-            f"scontrol does not tell Slurm's MaxArraySize ({_last(asked.stderr)})", "try again when its controller is there"
-        )
+        problem = f"scontrol does not tell Slurm's MaxArraySize ({_last(asked.stderr)})"
+        raise UserError(problem, "try again when its controller is there")
     return int(size[1])
 
 
 def _sbatch(*words: str) -> str:
     """Submit a job; returns its id. What belongs to a job that this one may be in is left behind."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
-    done = subprocess.run(["sbatch", "--parsable", *words], env=kept, capture_output=True, text=True)
+    done = _run("sbatch", "--parsable", *words, environment=kept)
     if done.returncode != 0:
         raise UserError(f"sbatch refused the job: {_last(done.stderr)}", "correct the options before the file")
     return done.stdout.strip().splitlines()[-1].partition(";")[0]
+
+
+def _run(*command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def _last(text: str) -> str:
@@ -194,12 +185,8 @@ def _last(text: str) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """1, 2, 3, 5 as ``1-3,5``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
+    consecutive = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    parts = [[number for _, number in pairs] for _, pairs in consecutive]
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 

@@ -17,12 +17,12 @@ are added, moved or removed.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,12 +39,20 @@ _LONGEST = 120  # characters of a folder's name; file systems allow 255 bytes
 _EXAMPLE = "--config pervit_t optim.lr=1e-3"
 
 
+# What a word must not have, with the reason, and what to do.
+_REFUSED = (
+    ("%a", "%a, which a job array replaces", "write the value itself"),
+    (r"\$(\w+|\{\w+\})|=~(?=/|$)", "{}, which only a shell replaces", "write the value itself"),
+    ("\n", "a line break", "take it out"),
+)
+
+
 @dataclass(frozen=True)
 class Words:
-    """The words of a line, or of the command: a ``config`` after ``--config``, empty for none, and overrides; ``place`` is for messages."""
+    """The words of a line, or of the command."""
 
-    place: str
-    config: str = ""
+    place: str  # for messages
+    config: str = ""  # after ``--config``; empty: none
     overrides: tuple[str, ...] = ()
 
     @property
@@ -54,15 +62,14 @@ class Words:
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A run: ``number`` among those of the file and its ``line``, both from 1; the ``name`` of its folder; what :mod:`pipeline.train` takes,
-    of which the last override is ``output_dir``; and the ``config`` of both."""
+    """A run of the file."""
 
-    number: int
-    line: int
-    name: str
+    number: int  # among the file's, from 1
+    line: int  # from 1
+    name: str  # of its folder
     config_file: str
-    overrides: tuple[str, ...]
-    config: Config
+    overrides: tuple[str, ...]  # the last one is ``output_dir``
+    config: Config  # of both
 
     @property
     def folder(self) -> Path:
@@ -71,11 +78,11 @@ class SweepRun:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A file that was read and found right, with its text at that moment, and the folder that those of its runs are in."""
+    """A file that was read and found right."""
 
     file: Path
-    text: str
-    folder: Path
+    text: str  # as it was then
+    folder: Path  # in which the runs' folders are
     runs: tuple[SweepRun, ...]
 
 
@@ -83,7 +90,6 @@ def read_sweep(file: Path, words: Sequence[str] = (), variables: Mapping[str, st
     """Read a sweep's file and check every run's config.
 
     Args:
-        file: see the module.
         words: of the command, for all runs: ``--config CONFIG`` and overrides. ``output_dir`` is the sweep's folder.
         variables: ``PERVIT_DATA`` and ``PERVIT_OUTPUT`` are ``data.path`` and the sweep's folder unless something else says them.
 
@@ -104,12 +110,11 @@ def parse_sweep(file: Path, text: str, words: Sequence[str] = (), variables: Map
     typed = read_words(words, f"the words after {file}")
     common, lines = Words(f"{file}"), []
     for number, line in enumerate(text.splitlines(), 1):
-        place = f"{file}, line {number}"
-        begins_all = line.lstrip().startswith(_ALL)
-        found = read_words(split_line(line.lstrip().removeprefix(_ALL) if begins_all else line, place), place)
-        if begins_all and common.place != f"{file}":
-            raise UserError(f"{place} is a second '{_ALL}', after that of {common.place}", "make one line of both")
-        if begins_all:
+        place, own = f"{file}, line {number}", line.lstrip().removeprefix(_ALL)
+        found = read_words(split_line(own, place), place)
+        if own != line.lstrip():
+            if common.place != f"{file}":
+                raise UserError(f"{place} is a second '{_ALL}', after that of {common.place}", "make one line of both")
             common = found
         elif found.config or found.overrides:
             lines.append((number, found))
@@ -124,20 +129,15 @@ def parse_sweep(file: Path, text: str, words: Sequence[str] = (), variables: Map
                 raise UserError(f"{_FOLDER} must name the folder of a sweep's runs, got nothing", "name one, or take it out")
             folder = Path(word.partition("=")[2])
     _check_folder(folder)
-    runs: list[SweepRun] = []
-    for number, line_words in lines:
-        runs.append(_run(len(runs) + 1, number, common, typed, line_words, folder))
+    runs = tuple(_run(number, line, common, typed, own, folder) for number, (line, own) in enumerate(lines, 1))
     _check_apart(file, runs)
-    return Sweep(file, text, folder, tuple(runs))
+    return Sweep(file, text, folder, runs)
 
 
 def folder_name(config: str, overrides: Sequence[str]) -> str:
     """The name of a run's folder, from its line alone; the order of the overrides makes no difference.
 
-    Args:
-        config: after ``--config``; empty where the line has none.
-        overrides: ``key=value`` words. Characters that a folder's name had better not have become ``_``, and eight digits of a
-            checksum then tell two names apart.
+    Characters that a folder's name had better not have become ``_``, and eight digits of a checksum then tell two names apart.
     """
     words = [*([Path(config).stem] if config else []), *sorted(overrides)]
     whole = ",".join(words)
@@ -149,9 +149,8 @@ def folder_name(config: str, overrides: Sequence[str]) -> str:
 
 def _check_folder(folder: Path) -> None:
     if "%a" in str(folder):
-        raise UserError(
-            f"the sweep's folder must not have %a in its name, which a job array replaces, got {folder}", "choose another"
-        )
+        problem = f"the sweep's folder must not have %a in its name, which a job array replaces, got {folder}"
+        raise UserError(problem, "choose another")
     a_run = any((folder / name).exists() for name in (METRICS, CHECKPOINTS, RUN_CONFIG))
     if a_run or folder.exists() and not folder.is_dir():
         got = "the folder of a run" if a_run else "a file"
@@ -161,19 +160,15 @@ def _check_folder(folder: Path) -> None:
 def _run(number: int, line: int, common: Words, typed: Words, own: Words, folder: Path) -> SweepRun:
     """One line with what is common to all."""
     if _FOLDER in own.keys:
-        raise UserError(
-            f"{own.place} sets {_FOLDER}, which a sweep derives from the line",
-            f"take it out; '{_ALL} {_FOLDER}=DIR' is the folder of all",
-        )
+        remedy = f"take it out; '{_ALL} {_FOLDER}=DIR' is the folder of all"
+        raise UserError(f"{own.place} sets {_FOLDER}, which a sweep derives from the line", remedy)
     for key in typed.keys:
         if key in own.keys:
             raise UserError(f"{own.place} sets {key}, and so do the words after the file", "take one out")
     config_file = own.config or typed.config or common.config
     if not config_file:
-        raise UserError(
-            f"{own.place} must have a config, got none",
-            f"begin it with {CONFIG} pervit_t, or write a line '{_ALL} {CONFIG} pervit_t'",
-        )
+        remedy = f"begin it with {CONFIG} pervit_t, or write a line '{_ALL} {CONFIG} pervit_t'"
+        raise UserError(f"{own.place} must have a config, got none", remedy)
     name = folder_name(own.config, own.overrides)
     overrides = (*_shared(common, typed), *own.overrides, f"{_FOLDER}={folder / name}")
     try:
@@ -212,81 +207,63 @@ def _shared(*words: Words) -> list[str]:
     return [word for place in words for word in place.overrides if not word.startswith(f"{_FOLDER}=")]
 
 
-def _check_apart(file: Path, runs: list[SweepRun]) -> None:
+def _check_apart(file: Path, runs: Sequence[SweepRun]) -> None:
     """See that no two lines share a folder, or are one run under two names."""
     folders: dict[str, SweepRun] = {}
     contents: dict[str, SweepRun] = {}
     for run in runs:
-        other = folders.setdefault(run.name.casefold(), run)
-        if other is not run:
-            raise UserError(
-                f"{file}, line {run.line} and line {other.line} would both train in {other.folder}",
-                "take one out, or let them differ in an override",
-            )
-        content = json.dumps(
-            {key: value for key, value in flatten(run.config).items() if key != _FOLDER}, sort_keys=True, default=str
-        )
-        other = contents.setdefault(content, run)
-        if other is not run:
+        if (other := folders.setdefault(run.name.casefold(), run)) is not run:
+            problem = f"{file}, line {run.line} and line {other.line} would both train in {other.folder}"
+            raise UserError(problem, "take one out, or let them differ in an override")
+        content = repr(sorted((key, value) for key, value in flatten(run.config).items() if key != _FOLDER))
+        if (other := contents.setdefault(content, run)) is not run:
             raise UserError(f"{file}, line {run.line} is the same run as line {other.line}", "take one out")
 
 
 def split_line(line: str, place: str) -> list[str]:
-    """Split as a shell, up to a comment; ``place`` is for messages.
-
-    Raises:
-        UserError: a quote is not closed.
-    """
+    """Split as a shell, up to a comment."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
     lexer.whitespace_split, lexer.commenters = True, ""
-    words: list[str] = []
-    try:
-        for word in lexer:
-            if word.startswith("#"):  # no override begins so; within a word it is part of a value
-                break
-            words.append(word)
+    try:  # no override begins with #; within a word it is part of a value
+        return list(takewhile(lambda word: not word.startswith("#"), lexer))
     except ValueError as error:
-        if "escaped" in str(error):  # a backslash at the end
-            raise UserError(
-                f"{place} must not end with a backslash, which continues no line here", "join the two lines"
-            ) from None
+        if "escaped" in str(error):
+            problem = f"{place} must not end with a backslash, which continues no line here"
+            raise UserError(problem, "join the two lines") from None
         if re.search(r"(^|\s)#", line):  # an apostrophe in the comment
             return split_line(re.split(r"(?:^|\s)#", line, maxsplit=1)[0], place)
         raise UserError(f"{place} has a quote that is not closed", "close it") from None
-    return words
 
 
-def read_words(found_words: Sequence[str], place: str) -> Words:
-    """Tell the config from the overrides; ``place`` is for messages.
+def join_config(words: Sequence[str]) -> Iterator[str]:
+    """The words with ``--config CONFIG`` as one, ``--config=CONFIG``."""
+    rest = iter(words)
+    for word in rest:
+        yield f"{CONFIG}={next(rest, '')}" if word == CONFIG else word
+
+
+def read_words(words: Sequence[str], place: str) -> Words:
+    """Tell the config from the overrides.
 
     Raises:
         UserError: a word that is neither, or a key twice.
     """
-    config, overrides, words = "", [], list(found_words)
-    while words:
-        word = words.pop(0)
-        if word == CONFIG or word.startswith(f"{CONFIG}="):
-            found = word.partition("=")[2] if "=" in word else words.pop(0) if words else ""
-            if config or not found:
+    config, overrides = "", []
+    for word in join_config(words):
+        key, _, value = word.partition("=")
+        if key == CONFIG:
+            if config or not value:
                 got = f"a second {CONFIG}" if config else f"{CONFIG} without a config"
                 raise UserError(f"{place} must have one {CONFIG} with a file or a name in configs/, got {got}", "correct it")
-            config = found
-        elif word.startswith("-"):
-            raise UserError(
-                f"{place} must have words {CONFIG} CONFIG and key=value, got {word!r}",
-                "options of the command stand before the file",
-            )
-        elif "%a" in word:
-            raise UserError(f"{place} must not have %a, which a job array replaces, got {word!r}", "write the value itself")
-        elif variable := re.search(r"\$(\w+|\{\w+\})|=~(?=/|$)", word):
-            raise UserError(
-                f"{place} must not have {variable[0].lstrip('=')}, which only a shell replaces, got {word!r}",
-                "write the value itself",
-            )
-        elif "\n" in word:
-            raise UserError(f"{place} must not have a line break, got {word!r}", "take it out")
-        else:
-            overrides.append(word)
+            config = value
+            continue
+        if word.startswith("-"):
+            problem = f"{place} must have words {CONFIG} CONFIG and key=value, got {word!r}"
+            raise UserError(problem, "options of the command stand before the file")
+        for pattern, reason, remedy in _REFUSED:
+            if found := re.search(pattern, word):
+                raise UserError(f"{place} must not have {reason.format(found[0].lstrip('='))}, got {word!r}", remedy)
+        overrides.append(word)
     made = Words(place, config, tuple(overrides))
     twice = sorted({key for key in made.keys if made.keys.count(key) > 1})
     if twice:

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline.errors import PREEMPTED, USER_ERROR, UserError, exit_reason
+from pipeline.errors import PREEMPTED, USER_ERROR, UserError, counted, exit_reason
 from pipeline.files import replace_text
 from pipeline.sweep.lines import Sweep, SweepRun
 from pipeline.sweep.states import LOGS, REPORT, check_batches, is_finished, make_report, state
@@ -41,8 +41,7 @@ class OneMachine:
     what it has trained. If this process is killed, its runs receive SIGTERM from the kernel.
 
     Args:
-        sweep: the runs; the finished ones are left out.
-        jobs: how many at a time.
+        jobs: runs at a time; the finished ones are left out.
         processes: of each run, started by ``launch/local.sh`` if there are several.
 
     Raises:
@@ -53,32 +52,29 @@ class OneMachine:
         self.sweep, self.jobs, self.processes = sweep, jobs, processes
         self.gpus = visible_gpus()
         if self.gpus and len(self.gpus) < jobs * processes:
-            raise UserError(
-                f"--jobs {jobs} with --processes {processes} requires {jobs * processes} GPUs, got {len(self.gpus)}",
-                "lower --jobs or --processes",
-            )
+            problem = f"--jobs {jobs} with --processes {processes} requires {jobs * processes} GPUs, got {len(self.gpus)}"
+            raise UserError(problem, "lower --jobs or --processes")
         check_batches(sweep, processes)
         if processes > 1 and not _LAUNCHER.is_file():
-            raise UserError(
-                f"--processes {processes} requires the repository's {_LAUNCHER}, got {Path.cwd()} without it",
-                "go to the repository's root",
-            )
+            problem = f"--processes {processes} requires the repository's {_LAUNCHER}, got {Path.cwd()} without it"
+            raise UserError(problem, "go to the repository's root")
         self.logs = sweep.folder / LOGS
         self._running: list[_Started] = []
         self._through = 0  # runs that have ended well
         self._failed: list[SweepRun] = []
-        self._restarts: dict[int, int] = {}
+        self._restarts: Counter[int] = Counter()  # by the run's number
         self._signals: list[int] = []
         self._passed_on = 0
 
     def train(self) -> int:
         """Train what is not finished, then write the report; returns the exit code."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        if not self._is_the_copy():
-            replace_text(self.sweep.folder / self.sweep.file.name, self.sweep.text)
+        copy = self.sweep.folder / self.sweep.file.name
+        if not (copy.exists() and copy.samefile(self.sweep.file)):
+            replace_text(copy, self.sweep.text)
         waiting = deque(run for run in self.sweep.runs if not is_finished(run))
         self._through = there = len(self.sweep.runs) - len(waiting)
-        say(f"{self.sweep.folder}: {_runs(len(self.sweep.runs))}, {there} finished already; logs in {self.logs}/")
+        say(f"{self.sweep.folder}: {counted(len(self.sweep.runs), 'run')}, {there} finished already; logs in {self.logs}/")
         handlers = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -102,19 +98,15 @@ class OneMachine:
         return self._end()
 
     def _end(self) -> int:
-        count = len(self.sweep.runs)
+        through = f"{self._through} of {counted(len(self.sweep.runs), 'run')} finished"
         if self._signals:
-            say(f"stopped; {self._through} of {_runs(count)} finished, the same command continues with the others")
+            say(f"stopped; {through}, the same command continues with the others")
             return 130 if self._signals[0] == signal.SIGINT else PREEMPTED
         code = make_report([run.folder for run in self.sweep.runs], self.sweep.folder)
-        say(f"{self._through} of {_runs(count)} finished; the page that compares them: {self.sweep.folder / REPORT}")
+        say(f"{through}; the page that compares them: {self.sweep.folder / REPORT}")
         for run in self._failed:
             say(f"failed: {run.name}: {last_line(self._log(run))} ({self._log(run)})")
         return 1 if self._failed else code
-
-    def _is_the_copy(self) -> bool:
-        copy = self.sweep.folder / self.sweep.file.name
-        return copy.exists() and copy.samefile(self.sweep.file)
 
     def _log(self, run: SweepRun) -> Path:
         return self.logs / f"{run.name}.out"
@@ -147,7 +139,7 @@ class OneMachine:
                 preexec_fn=die_with_parent,
             )  # fmt: skip
         self._running.append(_Started(run, process, place, time.monotonic()))
-        say(f"{self._label(run)} begins")
+        self._say(run, "begins")
 
     def _ended(self, ended: _Started) -> bool:
         """Say how a run has ended; returns whether it is to be started again."""
@@ -156,26 +148,25 @@ class OneMachine:
         minutes, seconds = divmod(round(time.monotonic() - ended.since), 60)
         if code == 0:
             self._through += 1
-            say(f"{self._label(run)} {state(run.folder)}, {minutes}:{seconds:02} min")
+            self._say(run, f"{state(run.folder)}, {minutes}:{seconds:02} min")
             return False
         if self._signals:
-            say(f"{self._label(run)} stopped: {state(run.folder)}")
+            self._say(run, f"stopped: {state(run.folder)}")
             return False
         if code != USER_ERROR:
-            number = self._restarts.get(run.number, 0) + 1
+            self._restarts[run.number] += 1
             try:
-                allow_restart(run.folder, f"sweep-{os.getpid()}", number, code)
-                self._restarts[run.number] = number
-                say(f"{self._label(run)} {exit_reason(code)} (exit code {code}); it resumes from its newest checkpoint")
+                allow_restart(run.folder, f"sweep-{os.getpid()}", self._restarts[run.number], code)
+                self._say(run, f"{exit_reason(code)} (exit code {code}); it resumes from its newest checkpoint")
                 return True
             except (UserError, OSError) as error:
-                say(f"{self._label(run)} is given up: {error}")
+                self._say(run, f"is given up: {error}")
         self._failed.append(run)
-        say(f"{self._label(run)} failed with exit code {code}: {last_line(self._log(run))}")
+        self._say(run, f"failed with exit code {code}: {last_line(self._log(run))}")
         return False
 
-    def _label(self, run: SweepRun) -> str:
-        return f"[{run.number}/{len(self.sweep.runs)}] {run.name}:"
+    def _say(self, run: SweepRun, text: str) -> None:
+        say(f"[{run.number}/{len(self.sweep.runs)}] {run.name}: {text}")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> Any:
         self._signals.append(number)
@@ -210,7 +201,3 @@ def last_line(log: Path) -> str:
 
 def say(text: str) -> None:
     print(text, flush=True)
-
-
-def _runs(count: int) -> str:
-    return f"{count} run{'' if count == 1 else 's'}"

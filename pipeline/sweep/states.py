@@ -53,7 +53,7 @@ def state(folder: Path) -> str:
     from pipeline.runs.folder import RunFolder
 
     run = RunFolder(folder)
-    return f"{run.state}" + (f", top-1 {run.result['top1']:.1f} %" if run.result else "")
+    return str(run.state) + (f", top-1 {run.result['top1']:.1f} %" if run.result else "")
 
 
 def table(rows: Sequence[tuple[int, Path]]) -> str:
