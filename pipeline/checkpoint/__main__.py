@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoint.folder import find_checkpoint, locate, parse_step, saved_steps, step_folder
-from pipeline.checkpoint.manifest import CheckpointManifest
-from pipeline.checkpoint.verification import find_damage, find_gaps
+from pipeline.checkpoint.manifest import CheckpointManifest, find_damage
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 
@@ -66,6 +65,7 @@ def verify(path: Path, step: int | str | None) -> int:
 def verify_one(folder: Path) -> list[str]:
     """Print a line for each intact file of a checkpoint; returns a sentence for each defect."""
     from pipeline.checkpoint.overview import size_text
+    from pipeline.checkpoint.parts import find_gaps
 
     print(folder)
     try:

@@ -18,8 +18,7 @@ import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from pipeline.checkpoint.manifest import CheckpointManifest, folder_name
-from pipeline.checkpoint.verification import find_damage
+from pipeline.checkpoint.manifest import CheckpointManifest, find_damage, folder_name
 from pipeline.errors import UserError
 from pipeline.files import sync_folder
 

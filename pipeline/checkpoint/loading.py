@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 import socket
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +12,10 @@ import torch
 from safetensors import SafetensorError
 
 from pipeline.checkpoint.folder import saved_steps, set_aside, step_folder
-from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OtherFormat, RunState
-from pipeline.checkpoint.parts import EMA, EMA_BUFFER, WEIGHT, Entry, Headers, SliceReader, read_headers
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OtherFormat, RunState, find_damage
+from pipeline.checkpoint.parts import EMA, EMA_BUFFER, WEIGHT, Entry, SliceReader, find_gaps, read_headers
 from pipeline.checkpoint.rank_slices import rank_slices, read_scalars, saved_buffers
-from pipeline.checkpoint.verification import find_damage, find_gaps
-from pipeline.cluster.agreement import raise_on_all
+from pipeline.cluster.agreement import do_in_main, raise_on_all
 from pipeline.cluster.world import World
 from pipeline.errors import UserError
 from pipeline.optim.averages import WeightAverage
@@ -37,7 +33,7 @@ class Verified:
 
     folder: Path
     manifest: CheckpointManifest
-    headers: Headers  # of all its files
+    entries: list[Entry]  # of all its files
 
     @property
     def state(self) -> RunState:
@@ -71,10 +67,8 @@ def newest_intact(run_dir: Path, world: World, set_aside_damaged: bool = True) -
             return verified
         damaged[step] = "; ".join(problems)
     if damaged:
-        raise UserError(
-            f"{damaged[steps[-1]]}; none of the {len(steps)} checkpoints in {run_dir} is intact",
-            "restore the files, or choose another output_dir",
-        )
+        problem = f"{damaged[steps[-1]]}; none of the {len(steps)} checkpoints in {run_dir} is intact"
+        raise UserError(problem, "restore the files, or choose another output_dir")
     return None
 
 
@@ -84,20 +78,18 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
     Raises:
         UserError: on every rank: another version wrote it, or a file cannot be read now, which need not mean damage.
     """
-    text: str | None = None
-    problem: str | None = None
-    refusal: UserError | None = None
-    if world.is_main:
+
+    def read_manifest() -> list[str | None]:
         try:
-            text = CheckpointManifest.read(folder).to_text()
-        except OtherFormat as error:
-            refusal = error
+            return [CheckpointManifest.read(folder).to_text(), None]
+        except OtherFormat:
+            raise
         except UserError as error:
-            problem = error.problem
+            return [None, error.problem]
         except OSError as error:
-            refusal = _unreadable(error)
-    raise_on_all(refusal, world)
-    text, problem = world.from_main([text, problem])
+            raise _unreadable(error) from None
+
+    text, problem = world.from_main(do_in_main(read_manifest, world))
     if problem:
         return None, [problem]
     manifest = CheckpointManifest.parse(text, str(folder / MANIFEST))
@@ -106,34 +98,23 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
         time.sleep(0.1)
     mine = manifest.files[world.rank :: world.size]
     damage: list[str] = []
-    headers: dict[str, list[Entry]] = {}
+    entries: list[Entry] = []
+    refusal: UserError | None = None
     try:
         damage = find_damage(folder, mine)
         if not damage:  # a damaged file's header cannot be trusted
-            headers = read_headers(folder, [record.name for record in mine])
+            entries = read_headers(folder, mine)
     except SafetensorError as error:
         damage = [f"{folder} has a file that is not a safetensors file ({error})"]
     except OSError as error:
         refusal = _unreadable(error)
     raise_on_all(refusal, world)
-    problems = set()
-    for sentences, packed in world.gather([damage, _packed(headers)]):
-        problems.update(sentences)
-        headers.update(_unpacked(packed))
-    if problems:
+    found = world.gather([damage, entries])
+    if problems := {sentence for sentences, _ in found for sentence in sentences}:
         return None, sorted(problems)
-    gaps = world.from_main(find_gaps(folder, manifest, headers)[:_NAMED] if world.is_main else [])
-    return Verified(folder, manifest, headers), gaps
-
-
-def _packed(headers: Headers) -> str:
-    """Headers as text for other ranks: of the few names in thousands of keys, a tenth of the bytes remains."""
-    return base64.b64encode(zlib.compress(json.dumps(headers).encode())).decode()
-
-
-def _unpacked(text: str) -> dict[str, list[Entry]]:
-    headers = json.loads(zlib.decompress(base64.b64decode(text)))
-    return {name: [Entry(*entry) for entry in entries] for name, entries in headers.items()}
+    entries = [Entry(*fields) for _, rows in found for fields in rows]
+    gaps = world.from_main(find_gaps(folder, manifest, entries)[:_NAMED] if world.is_main else [])
+    return Verified(folder, manifest, entries), gaps
 
 
 def _unreadable(error: OSError) -> UserError:
@@ -145,12 +126,9 @@ def _unreadable(error: OSError) -> UserError:
 
 @torch.no_grad()
 def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: World) -> None:
-    """Load a checkpoint into an engine, at any ZeRO stage and world size. Collective.
+    """Load a checkpoint into a new engine of the same model and optimizer, at any ZeRO stage and world size. Collective.
 
-    Args:
-        engine: new, of the same model and optimizer.
-        verified: an intact checkpoint (:func:`newest_intact`).
-        ema: averaged weights and buffers; initialized from the weights and buffers if the checkpoint has none.
+    Averaged weights and buffers are initialized from the weights and buffers if the checkpoint has none.
 
     Raises:
         UserError: on every rank: the checkpoint is of another model or optimizer, or can no longer be read.
@@ -159,11 +137,10 @@ def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: W
         create_state(engine)
     refusal = None
     try:
-        _read(engine, SliceReader(verified.folder, verified.headers), ema)
+        _read(engine, SliceReader(verified.folder, verified.entries), ema)
     except (KeyError, RuntimeError) as error:  # a slice or buffer that is missing, or of another shape
-        refusal = UserError(
-            f"{verified.folder} is of another model or optimizer ({error.args[0]})", "choose another output_dir"
-        )
+        problem = f"{verified.folder} is of another model or optimizer ({error.args[0]})"
+        refusal = UserError(problem, "choose another output_dir")
     except (SafetensorError, OSError) as error:
         refusal = UserError(f"{verified.folder} can no longer be read ({error})", "check its file system, then start again")
     raise_on_all(refusal, world)

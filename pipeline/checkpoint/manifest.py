@@ -1,4 +1,4 @@
-"""Write and validate ``checkpoint.json``: the run's state and the checksums of the other files.
+"""Write and validate ``checkpoint.json``, the run's state and the checksums of the other files, and compare those with the files.
 
 Its own checksum detects disk errors and accidental edits. It does not stop an edit that updates the checksum too, so every
 value is also validated for type and range, and a file name must lie in the checkpoint's folder.
@@ -7,16 +7,15 @@ value is also validated for type and range, and a file name must lie in the chec
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import math
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal
 
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from pipeline.errors import UserError
 from pipeline.files import open_regular
@@ -25,14 +24,28 @@ MANIFEST = "checkpoint.json"
 FORMAT = 1
 _LARGEST = 2**53 - 1  # the largest integer that every JSON reader represents exactly
 _SHOWN = 60  # characters of a wrong value in a message
+_CHUNK = 16 << 20  # bytes per read
+_REMEDY = "take another checkpoint"
 _STRICT = ConfigDict(extra="forbid")
-_Kind = TypeVar("_Kind")
 
 
 def _check_shape(shape: list[int]) -> list[int]:
     if math.prod(shape) > _LARGEST:
         raise ValueError(f"a shape should have at most {_LARGEST} numbers in all")
     return shape
+
+
+def _check_names(files: list[FileRecord]) -> list[FileRecord]:
+    if len({file.name for file in files}) < len(files):
+        raise ValueError("the files should have each name once")
+    return files
+
+
+def _has(**kinds: Any) -> AfterValidator:
+    """Check that an object has at least these keys, each of its kind."""
+    fields: dict[str, Any] = {name: (kind, ...) for name, kind in kinds.items()}
+    keys = create_model("Keys", **fields)
+    return AfterValidator(lambda found: keys.model_validate(found) and found)
 
 
 # Strict: no conversions, neither of "1" to a number nor of 1 to a boolean.
@@ -47,9 +60,14 @@ _Hex128 = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{32}$")]
 _Hex256 = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{64}$")]
 _SampleNumber = Annotated[str, Field(strict=True, pattern=r"^[0-9]{1,16}$")]
 _Shape = Annotated[list[_Count], Field(max_length=16), AfterValidator(_check_shape)]
-
-
-_REMEDY = "take another checkpoint"
+_Object = dict[str, Any]
+# Of objects the keys that commands read; a resume validates all of a stored config like any config.
+_Model = Annotated[_Object, _has(name=_Text, num_classes=_Positive, image_size=_Positive, switches=_Object)]
+_Train = Annotated[_Object, _has(micro_batch_size=_Positive)]
+_Retention = Annotated[_Object, _has(keep_last=_Positive, keep_best=_Flag, keep_every_steps=_Positive | None)]
+_Config = Annotated[_Object, _has(model=_Model, train=_Train, checkpoint=_Retention)]
+_Data = Annotated[_Object, _has(samples=_Positive, fingerprint=_Text)]
+_Best = Annotated[_Object, _has(top1=_Percent, step=_Count, weights=Literal["model", "ema"])]
 
 
 class OtherFormat(UserError):
@@ -65,15 +83,15 @@ class RunState:
     step: _Count  # steps completed, skipped ones included
     samples: _Count  # images seen
     skipped_steps: _Count
-    config: dict[str, Any]
+    config: _Config
     config_hash: _Hex256  # of the keys that decide the weights
     classes: list[_Text]
-    data: dict[str, Any]  # identity of the training set
+    data: _Data  # identity of the training set
     world_size: _Positive
     zero_stage: _Stage
     last_step: _Count  # the end of the schedule
     bad_samples: dict[_SampleNumber, _Text] = field(default_factory=dict)  # index -> message
-    best: dict[str, Any] | None = None  # {"top1": 71.2, "step": 40, "weights": "ema"}
+    best: _Best | None = None  # {"top1": 71.2, "step": 40, "weights": "ema"}
     evaluation_due: _Flag = False  # the run stopped during this step's evaluation
     class_names: list[_Text] | None = None  # what to call the classes; not written where nobody named them
 
@@ -108,15 +126,14 @@ class CheckpointManifest:
 
     state: RunState
     shapes: dict[_Text, _Shape]  # of every parameter
-    files: list[FileRecord]
+    files: Annotated[list[FileRecord], AfterValidator(_check_names)]
     optimizer_state: list[OptimizerState]  # empty before the optimizer's first step
 
     def to_text(self) -> str:
         """JSON with its own checksum."""
         content = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
-        return (
-            json.dumps({"xxh3": xxhash.xxh3_128_hexdigest(content.encode()), "content": json.loads(content)}, indent=1) + "\n"
-        )
+        digest = xxhash.xxh3_128_hexdigest(content.encode())
+        return json.dumps({"xxh3": digest, "content": json.loads(content)}, indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointManifest:
@@ -134,22 +151,15 @@ class CheckpointManifest:
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{path} is missing", _REMEDY) from None
         manifest = cls.parse(text, str(path))
-        if folder.name != folder_name(manifest.state.step):
-            raise UserError(
-                f"{path} is of step {manifest.state.step}, so that its folder's name was {folder_name(manifest.state.step)} when it was "
-                f"written",
-                f"give it that name again, or {_REMEDY}",
-            )
+        step, former = manifest.state.step, folder_name(manifest.state.step)
+        if folder.name != former:
+            problem = f"{path} is of step {step}, so that its folder's name was {former} when it was written"
+            raise UserError(problem, f"give it that name again, or {_REMEDY}")
         return manifest
 
     @classmethod
     def parse(cls, text: str | bytes, source: str) -> CheckpointManifest:
-        """Parse the output of :meth:`to_text`.
-
-        Raises:
-            UserError: it is damaged; the message names ``source``.
-            OtherFormat: another version wrote it.
-        """
+        """Parse the output of :meth:`to_text`; ``source`` is for messages, of the errors of :meth:`read`."""
         try:
             saved = json.loads(text)
             content = json.dumps(saved["content"], sort_keys=True)
@@ -163,11 +173,19 @@ class CheckpointManifest:
         if type(found) is not int:
             raise _damage(source, "format", found, f"be {FORMAT}")
         if found != FORMAT:
-            raise OtherFormat(
-                f"{source} must have format {FORMAT}, got {found}",
-                "use the version of the pipeline that wrote it, or choose another output_dir",
-            )
-        return _validated(values, source)
+            remedy = "use the version of the pipeline that wrote it, or choose another output_dir"
+            raise OtherFormat(f"{source} must have format {FORMAT}, got {found}", remedy)
+        try:
+            manifest: CheckpointManifest = _VALID.validate_python(values)
+        except ValidationError as error:
+            raise _invalid(source, error) from None
+        names, classes = manifest.state.class_names, manifest.state.classes
+        if names is not None and len(names) != len(classes):
+            raise _damage(source, "state.class_names", names, f"have {len(classes)} names, one for each class")
+        return manifest
+
+
+_VALID = TypeAdapter(CheckpointManifest)
 
 
 def open_own(path: Path) -> BinaryIO:
@@ -192,75 +210,49 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-class _Model(BaseModel):
-    name: _Text
-    num_classes: _Positive
-    image_size: _Positive
-    switches: dict[str, Any]
+def checksum(path: Path) -> FileRecord:
+    """Name, size and XXH3-128 of a file as it is now; errors as of :func:`open_own`."""
+    digest, size = xxhash.xxh3_128(), 0
+    with open_own(path) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileRecord(path.name, size, digest.hexdigest())
 
 
-class _Train(BaseModel):
-    micro_batch_size: _Positive
+def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) -> list[str]:
+    """Compare files with their records in the manifest; a sentence for each that differs.
+
+    Without ``contents``, only existence and size are compared, and no checksum.
+
+    Raises:
+        OSError: a file cannot be read now, which says nothing about its contents.
+    """
+    sentences = []
+    for written in files:
+        path = folder / written.name
+        try:
+            with open_own(path) as file:
+                size = file.seek(0, 2)
+            if size != written.bytes:
+                sentences.append(f"{path} has {size} bytes, {written.bytes} were written")
+            elif contents and checksum(path) != written:
+                sentences.append(f"{path} was changed after it was written: its checksum does not match")
+        except FileNotFoundError:
+            sentences.append(f"{path} is missing")
+        except UserError as error:
+            sentences.append(error.problem)  # the caller adds its own remedy
+    return sentences
 
 
-class _Retention(BaseModel):
-    keep_last: _Positive
-    keep_best: _Flag
-    keep_every_steps: _Positive | None
-
-
-class _Config(BaseModel):
-    """The keys that commands read from a stored config; a resume validates all of it like any config."""
-
-    model: _Model
-    train: _Train
-    checkpoint: _Retention
-
-
-class _Data(BaseModel):
-    samples: _Positive
-    fingerprint: _Text
-
-
-class _Best(BaseModel):
-    top1: _Percent
-    step: _Count
-    weights: Literal["model", "ema"]
-
-
-def _validated(values: dict[str, Any], source: str) -> CheckpointManifest:
-    """The manifest from plain values, each of them validated."""
-    manifest = _of_type(CheckpointManifest, values, source)
-    state = manifest.state
-    for name, kind, found in (("config", _Config, state.config), ("data", _Data, state.data), ("best", _Best, state.best)):
-        if found is not None:
-            _of_type(kind, found, source, ("state", name))
-    if state.class_names is not None and len(state.class_names) != len(state.classes):
-        raise _damage(source, "state.class_names", state.class_names, f"have {len(state.classes)} names, one for each class")
-    names: set[str] = set()
-    for number, record in enumerate(manifest.files):
-        if record.name in names:
-            raise _damage(source, f"files[{number}].name", record.name, "be there once")
-        names.add(record.name)
-    return manifest
-
-
-def _of_type(kind: type[_Kind], values: Any, source: str, place: tuple[str, ...] = ()) -> _Kind:
-    try:
-        return _adapter(kind).validate_python(values)  # type: ignore[arg-type]  # a class is hashable, its objects need not be
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = _dotted((*place, *problem["loc"]))
-        if problem["type"] == "missing":
-            raise UserError(f"{source} must have {where}, which is missing", _REMEDY) from None
-        known = problem["type"] != "unexpected_keyword_argument"
-        need = problem["msg"].partition(" should ")[2] or f"be valid ({problem['msg']})" if known else "not be there"
-        raise _damage(source, where, problem["input"], need) from None
-
-
-@functools.cache
-def _adapter(kind: type) -> TypeAdapter:
-    return TypeAdapter(kind)
+def _invalid(source: str, error: ValidationError) -> UserError:
+    problem = error.errors()[0]
+    where = _dotted(problem["loc"])
+    if problem["type"] == "missing":
+        return UserError(f"{source} must have {where}, which is missing", _REMEDY)
+    known = problem["type"] != "unexpected_keyword_argument"
+    need = problem["msg"].partition(" should ")[2] or f"be valid ({problem['msg']})" if known else "not be there"
+    return _damage(source, where, problem["input"], need)
 
 
 def _dotted(place: tuple[str | int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Write and read the files of a checkpoint: safetensors with named slices of flattened tensors, and their checksums.
+"""Write and read the files of a checkpoint, safetensors with named slices of flattened tensors, and find gaps between the slices.
 
 A tensor's key is QUANTITY/NAME/START: what it is, of which parameter or buffer, and its first element in the flattened parameter. At a
 thousand ranks a checkpoint may have a thousand files. If every rank opened each of them at a start, that would be a million requests
@@ -12,16 +12,16 @@ import math
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.manifest import FileRecord
+from pipeline.checkpoint.manifest import CheckpointManifest, FileRecord
 
 WEIGHT, EMA = "weight", "ema"  # quantities of a parameter; those of the optimizer: optimizer_quantity
 BUFFER, EMA_BUFFER = "buffer", "ema_buffer"  # as in the model; averaged: flattened, those of floating point
@@ -33,12 +33,10 @@ _CHUNK = 16 << 20  # bytes per checksum update and write: large against a system
 class Entry(NamedTuple):
     """A tensor of a file, by the file's header."""
 
+    file: str
     key: str
     shape: list[int]
     dtype: str  # as safetensors calls it
-
-
-Headers = Mapping[str, list[Entry]]  # by file name
 
 
 def optimizer_quantity(state: str) -> str:
@@ -52,15 +50,9 @@ def slice_key(quantity: str, name: str, start: int) -> str:
 
 
 def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
-    """Write tensors to a safetensors file and sync it.
+    """Write tensors, contiguous on the CPU, to a safetensors file and sync it; after an ``OSError`` there is no file.
 
     The library's own writer holds the GIL while it copies, and computes no checksum.
-
-    Args:
-        tensors: on the CPU, contiguous.
-
-    Raises:
-        OSError: the disk is full, for example; the file is then removed.
     """
     header, offset = {}, 0
     for key, tensor in tensors.items():
@@ -71,74 +63,67 @@ def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     blocks: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text, *map(_bytes, tensors.values())]
+    digest = xxhash.xxh3_128()
     try:
         with open(path, "wb") as file:
-            record = _write_blocks(file, path.name, blocks)
+            for chunk in (block[first : first + _CHUNK] for block in blocks for first in range(0, len(block), _CHUNK)):
+                digest.update(chunk)
+                file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
+            return FileRecord(path.name, file.tell(), digest.hexdigest())
     except OSError:
         path.unlink(missing_ok=True)
         raise
-    return record
-
-
-def _write_blocks(file: BinaryIO, name: str, blocks: Iterable[bytes | memoryview]) -> FileRecord:
-    digest, written = xxhash.xxh3_128(), 0
-    for block in blocks:
-        for first in range(0, len(block), _CHUNK):
-            chunk = block[first : first + _CHUNK]
-            digest.update(chunk)
-            file.write(chunk)
-        written += len(block)
-    return FileRecord(name, written, digest.hexdigest())
 
 
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data  # NumPy has no bfloat16
 
 
-def read_headers(folder: Path, names: Iterable[str]) -> dict[str, list[Entry]]:
+def read_headers(folder: Path, files: Iterable[FileRecord]) -> list[Entry]:
     """Read which tensors some files of a checkpoint hold.
 
     Raises:
         safetensors.SafetensorError: a file is not a safetensors file.
         OSError: a file cannot be read.
     """
-    headers = {}
-    for name in names:
-        with safe_open(folder / name, framework="pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-            headers[name] = [Entry(key, list(found.get_shape()), found.get_dtype()) for key, found in slices.items()]
-    return headers
+    entries = []
+    for record in files:
+        with safe_open(folder / record.name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                found = file.get_slice(key)
+                entries.append(Entry(record.name, key, list(found.get_shape()), found.get_dtype()))
+    return entries
 
 
 class SliceReader:
     """Reads slices from the files of a checkpoint, however it was sharded when it was saved.
 
-    ``headers`` are those of all files of the folder (:func:`read_headers`). A file is opened, and mapped into memory, when
-    something is read from it; it must be intact (:func:`~pipeline.checkpoint.verification.find_damage`).
+    A file is opened, and mapped into memory, when something is read from it; it must be intact
+    (:func:`~pipeline.checkpoint.manifest.find_damage`).
+
+    Args:
+        entries: of all files of the folder (:func:`read_headers`).
+
+    Attributes:
+        opened: the files that have been opened so far, by name.
 
     Raises:
         ValueError: a file has a tensor that does not belong in a checkpoint.
     """
 
-    def __init__(self, folder: Path, headers: Headers) -> None:
+    def __init__(self, folder: Path, entries: Iterable[Entry]) -> None:
         self._folder = folder
-        self._files: dict[str, Any] = {}
-        self._slices: dict[tuple[str, str], list[tuple[int, str, Entry]]] = defaultdict(list)
-        for file, entries in headers.items():
-            for entry in entries:
-                quantity, name, start = entry.key.split("/")
-                if quantity != BUFFER and len(entry.shape) != 1:
-                    raise ValueError(f"{entry.key} is not a slice of a flattened tensor")
-                self._slices[quantity, name].append((int(start), file, entry))
+        self.opened: dict[str, Any] = {}
+        self._slices: dict[tuple[str, str], list[tuple[int, Entry]]] = defaultdict(list)
+        for entry in entries:
+            quantity, name, start = entry.key.split("/")
+            if quantity != BUFFER and len(entry.shape) != 1:
+                raise ValueError(f"{entry.key} is not a slice of a flattened tensor")
+            self._slices[quantity, name].append((int(start), entry))
         for slices in self._slices.values():
             slices.sort()
-
-    @property
-    def opened(self) -> list[str]:
-        """Names of the files that have been opened so far."""
-        return list(self._files)
 
     @property
     def quantities(self) -> set[str]:
@@ -146,21 +131,21 @@ class SliceReader:
         return {quantity for quantity, _ in self._slices}
 
     def _file(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = safe_open(self._folder / name, framework="pt")
-        return self._files[name]
+        if name not in self.opened:
+            self.opened[name] = safe_open(self._folder / name, framework="pt")
+        return self.opened[name]
 
     def slices(self, quantity: str) -> dict[str, list[tuple[int, int]]]:
         """The slices of a quantity by headers alone: name -> [(offset, count), ...], ascending."""
         return {
-            name: [(start, math.prod(entry.shape)) for start, _, entry in slices]
+            name: [(start, math.prod(entry.shape)) for start, entry in slices]
             for (have, name), slices in self._slices.items()
             if have == quantity
         }
 
     def floating_buffers(self) -> set[str]:
         """Names of the buffers of floating point, by headers alone."""
-        dtypes = {name: slices[0][2].dtype for (have, name), slices in self._slices.items() if have == BUFFER}
+        dtypes = {name: slices[0][1].dtype for (have, name), slices in self._slices.items() if have == BUFFER}
         return {name for name, dtype in dtypes.items() if dtype.startswith(("F", "BF"))}
 
     def read(self, quantity: str, name: str, start: int, count: int) -> Tensor:
@@ -174,12 +159,12 @@ class SliceReader:
         """
         slices = self._slices.get((quantity, name), [])
         found, at = [], start
-        first = max(0, bisect_right([begin for begin, _, _ in slices], start) - 1)
-        for begin, file, entry in slices[first:]:
+        first = max(0, bisect_right([begin for begin, _ in slices], start) - 1)
+        for begin, entry in slices[first:]:
             (length,) = entry.shape
             if not begin <= at < begin + length or at == start + count:
                 break
-            found.append(self._file(file).get_slice(entry.key)[at - begin : min(start + count - begin, length)])
+            found.append(self._file(entry.file).get_slice(entry.key)[at - begin : min(start + count - begin, length)])
             at += len(found[-1])
         if at != start + count:
             raise KeyError(f"{quantity} of {name}: {start} to {start + count}, present to {at}")
@@ -189,5 +174,58 @@ class SliceReader:
         """Read a buffer in full; a ``KeyError`` if it is in no file."""
         if (BUFFER, name) not in self._slices:
             raise KeyError(f"the buffer {name}")
-        ((_, file, entry),) = self._slices[BUFFER, name]
-        return self._file(file).get_tensor(entry.key)
+        ((_, entry),) = self._slices[BUFFER, name]
+        return self._file(entry.file).get_tensor(entry.key)
+
+
+def find_gaps(folder: Path, manifest: CheckpointManifest, entries: list[Entry] | None = None) -> list[str]:
+    """Find what is missing, duplicated or unknown in files whose checksums are right, by their headers alone,
+    which are read where ``entries`` are not given.
+
+    Every parameter needs its weight, and what the manifest says that the optimizer keeps for it. An average exists for all parameters
+    or for none, and for all buffers of floating point or for none.
+
+    Returns:
+        A sentence for each quantity of a parameter or buffer that is not covered exactly once.
+    """
+    try:
+        reader = SliceReader(folder, entries or read_headers(folder, manifest.files))
+    except (SafetensorError, OSError, ValueError) as error:
+        return [f"{folder} has a file that is not a checkpoint's safetensors file ({error})"]
+    sizes = {name: math.prod(shape) for name, shape in manifest.shapes.items()}
+    needed = {WEIGHT: sizes, EMA: sizes if EMA in reader.quantities else {}}  # quantity -> parameter -> numbers
+    for kept in manifest.optimizer_state:
+        for name in kept.parameters:
+            for state in kept.tensors:
+                needed.setdefault(optimizer_quantity(state), {})[name] = sizes.get(name, 0)
+            for state in kept.scalars:
+                needed.setdefault(optimizer_quantity(state), {})[name] = 1
+    sentences = []
+    for quantity in sorted(needed.keys() | reader.quantities - {BUFFER, EMA_BUFFER}):
+        slices, wanted = reader.slices(quantity), needed.get(quantity, {})
+        for name in sorted(slices.keys() | wanted.keys()):
+            if problem := _problem(slices.get(name, []), wanted.get(name)):
+                sentences.append(f"{folder}: {quantity} of {name} {problem}")
+    buffers, averages = reader.slices(BUFFER), reader.slices(EMA_BUFFER)
+    sentences += [f"{folder}: buffer {name} is there {len(found)} times" for name, found in buffers.items() if len(found) != 1]
+    if averages and averages.keys() != (floating := reader.floating_buffers()):
+        name = min(averages.keys() ^ floating)
+        sentences.append(
+            f"{folder}: buffer {name} has {'an average, but is not there' if name in averages else 'no average, others have'}"
+        )
+    for name in averages.keys() & buffers.keys():
+        if problem := _problem(averages[name], buffers[name][0][1]):
+            sentences.append(f"{folder}: the average of buffer {name} {problem}")
+    return sentences
+
+
+def _problem(slices: list[tuple[int, int]], total: int | None) -> str | None:
+    """What is wrong with the sorted slices of a flattened tensor of ``total`` elements, or None."""
+    if total is None:
+        return "is not what this model and optimizer have"
+    at = 0
+    for start, count in slices:
+        if start != at:
+            return f"is missing from {at} to {start}" if start > at else f"is there twice from {start} to {at}"
+        at = start + count
+    return None if at == total else f"must end at {total}, got {at}"

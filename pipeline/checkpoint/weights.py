@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.folder import BEST, find_checkpoint, saved_steps, step_folder
-from pipeline.checkpoint.manifest import CheckpointManifest, RunState
-from pipeline.checkpoint.parts import BUFFER, EMA, EMA_BUFFER, WEIGHT, SliceReader, read_headers
-from pipeline.checkpoint.verification import find_damage, find_gaps
+from pipeline.checkpoint.manifest import CheckpointManifest, RunState, find_damage
+from pipeline.checkpoint.parts import BUFFER, EMA, EMA_BUFFER, WEIGHT, SliceReader, find_gaps, read_headers
 from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
 from pipeline.files import check_writable
@@ -71,7 +70,7 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
     manifest = CheckpointManifest.read(folder)
     if damage := find_damage(folder, manifest.files) or find_gaps(folder, manifest):
         raise UserError(damage[0], f"take another checkpoint (present: steps {saved_steps(run_dir)}), or restore the file")
-    reader = SliceReader(folder, read_headers(folder, [record.name for record in manifest.files]))
+    reader = SliceReader(folder, read_headers(folder, manifest.files))
 
     def parameters(quantity: str) -> dict[str, Tensor]:
         # Copies: a memory-mapped tensor would change with the file.

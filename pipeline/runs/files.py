@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.checkpoint.folder import SAVING, saved_steps, step_folder
-from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest
-from pipeline.checkpoint.verification import find_damage
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, find_damage
 from pipeline.config import parse_value
 from pipeline.errors import UserError
 from pipeline.files import is_locked_by_another, open_regular

@@ -57,7 +57,7 @@ def saved(folder: Path, tensors: dict[str, Tensor], engine: PlainEngine) -> Veri
     """A checkpoint of these tensors."""
     shapes = {name: list(parameter.shape) for name, parameter in engine.module.named_parameters()}
     manifest = save(folder, [tensors], shapes, optimizer_state=optimizer_state(engine))  # type: ignore[arg-type]
-    return Verified(folder, manifest, read_headers(folder, [record.name for record in manifest.files]))
+    return Verified(folder, manifest, read_headers(folder, manifest.files))
 
 
 @pytest.mark.parametrize("averaged", [True, False])

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from pipeline.checkpoint import CheckpointManifest, read_weights, saved_steps, sweep
 from pipeline.checkpoint.folder import FOLDER, publish, remove_old
-from pipeline.checkpoint.manifest import MANIFEST, OptimizerState
-from pipeline.checkpoint.parts import SliceReader, read_headers, slice_key, write_part
-from pipeline.checkpoint.verification import checksum, find_damage, find_gaps
+from pipeline.checkpoint.manifest import MANIFEST, OptimizerState, checksum, find_damage
+from pipeline.checkpoint.parts import SliceReader, find_gaps, read_headers, slice_key, write_part
 from pipeline.errors import UserError
 from support.checkpoints import STATE, save, save_small
 
@@ -60,7 +59,7 @@ def test_any_stretch_is_read_from_any_split(tmp_path: Path) -> None:
                 rng.choice(parts)[slice_key(quantity, name, start)] = values[start:end].clone()
         folder = tmp_path / str(case)
         manifest = save(folder, parts, {name: [len(tensors["weight", name])] for name in ("a.b", "c")})
-        reader = SliceReader(folder, read_headers(folder, [record.name for record in manifest.files]))
+        reader = SliceReader(folder, read_headers(folder, manifest.files))
         for (quantity, name), values in tensors.items():
             for start, end in [(0, len(values)), *(stretch for n in (2, 3) for stretch in cut(rng, len(values), n))]:
                 assert torch.equal(reader.read(quantity, name, start, end - start), values[start:end])
@@ -73,8 +72,8 @@ def test_any_stretch_is_read_from_any_split(tmp_path: Path) -> None:
 def test_numbers_that_nobody_saved_are_missed(quantity: str, name: str, start: int, count: int, tmp_path: Path) -> None:
     """Guards against a gap that is closed with the numbers beside it."""
     stretches = {slice_key("weight", "w", 0): torch.ones(5), slice_key("weight", "w", 6): torch.ones(4)}  # 5 is missing
-    save(tmp_path / "c", [stretches], {"w": [10]})
-    reader = SliceReader(tmp_path / "c", read_headers(tmp_path / "c", ["part-00000.safetensors"]))
+    manifest = save(tmp_path / "c", [stretches], {"w": [10]})
+    reader = SliceReader(tmp_path / "c", read_headers(tmp_path / "c", manifest.files))
     assert reader.read("weight", "w", 6, 4).sum() == 4
     with pytest.raises(KeyError, match=f"{quantity} of {name}"):
         reader.read(quantity, name, start, count)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint.parts import SliceReader, read_headers, slice_key
+from pipeline.checkpoint.parts import SliceReader, find_gaps, read_headers, slice_key
 from pipeline.checkpoint.rank_slices import RankSlice, writer_number
-from pipeline.checkpoint.verification import find_gaps
 from support.checkpoints import save
 
 
@@ -40,10 +39,10 @@ def test_a_rank_opens_what_it_reads(four) -> None:
     """Guards against a start of N ranks that opens N times N files."""
     folder, manifest = four
     files = [record.name for record in manifest.files]
-    headers = read_headers(folder, files)
-    parts = SliceReader(folder, headers)
-    assert parts.opened == [] and not find_gaps(folder, manifest, headers)
-    assert parts.read("weight", "w", 12, 5).tolist() == [12, 13, 14, 15, 16] and parts.opened == files[1:2]
-    assert parts.read("weight", "w", 18, 4).tolist() == [18, 19, 20, 21] and parts.opened == files[1:3]
-    del headers[files[3]][0]
-    assert "weight of w must end at 40, got 30" in find_gaps(folder, manifest, headers)[0]
+    entries = read_headers(folder, manifest.files)
+    parts = SliceReader(folder, entries)
+    assert not parts.opened and not find_gaps(folder, manifest, entries)
+    assert parts.read("weight", "w", 12, 5).tolist() == [12, 13, 14, 15, 16] and list(parts.opened) == files[1:2]
+    assert parts.read("weight", "w", 18, 4).tolist() == [18, 19, 20, 21] and list(parts.opened) == files[1:3]
+    assert entries.pop().file == files[3]
+    assert "weight of w must end at 40, got 30" in find_gaps(folder, manifest, entries)[0]

@@ -83,7 +83,7 @@ def saved_scalars(run: Path, kept: tuple[set[str], ...]) -> dict[str, float]:
     """The optimizer's numbers in the newest checkpoint, whose state has these names."""
     folder = step_folder(run, latest_step(run) or 0)
     manifest = CheckpointManifest.read(folder)
-    reader = SliceReader(folder, read_headers(folder, [record.name for record in manifest.files]))
+    reader = SliceReader(folder, read_headers(folder, manifest.files))
     groups = manifest.optimizer_state
     assert {parameter for group in groups for parameter in group.parameters} == manifest.shapes.keys()
     assert all({*group.tensors, *group.scalars} in kept for group in groups)

@@ -45,7 +45,7 @@ def saved(run: str, step: int = 2 * HALF) -> dict[tuple[str, str], Tensor]:
     """(quantity, parameter) -> all weights and moments of a checkpoint, flattened."""
     folder = step_folder(Path(_runs().name) / run, step)
     manifest = CheckpointManifest.read(folder)
-    reader = SliceReader(folder, read_headers(folder, [record.name for record in manifest.files]))
+    reader = SliceReader(folder, read_headers(folder, manifest.files))
     return {
         (quantity, name): reader.read(quantity, name, 0, math.prod(manifest.shapes[name]))
         for quantity in {WEIGHT, *map(optimizer_quantity, MOMENTS)} & reader.quantities
