@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from pipeline import checkpoint
 from pipeline.cluster.agreement import Agreement
-from pipeline.cluster.world import World, disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
+from pipeline.cluster.world import World
 from pipeline.command_line import run_command
 from pipeline.config import Config, load_config
 from pipeline.models import create_model

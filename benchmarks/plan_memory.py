@@ -188,7 +188,7 @@ def run_rank(cases: list[dict[str, Any]], out: Path) -> None:
     """Measure all cases of one world size; rank 0 appends a line for each to a file."""
     import torch
 
-    from pipeline.cluster.world import disconnect, init_world
+    from pipeline.cluster.rendezvous import disconnect, init_world
 
     world = init_world()
     torch.set_num_threads(1)

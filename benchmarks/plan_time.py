@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from benchmarks.step_forms import Setting, ours
 from pipeline.cluster.host import keep_freed_memory
-from pipeline.cluster.world import disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.command_line import run_command
 from pipeline.config import Config, load_config
 from pipeline.errors import UserError

@@ -125,7 +125,7 @@ def measure(args: argparse.Namespace) -> dict:
     """One pass of one way."""
     import torch
 
-    from pipeline.cluster.world import init_world
+    from pipeline.cluster.rendezvous import init_world
     from pipeline.config import config_from_dict
     from pipeline.inference.trained import read_trained
 

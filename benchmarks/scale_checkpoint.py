@@ -29,7 +29,7 @@ import safetensors  # noqa: E402
 from benchmarks.checkpoint import Training  # noqa: E402
 from pipeline import checkpoint  # noqa: E402
 from pipeline.checkpoint import loading, parts  # noqa: E402
-from pipeline.cluster.world import init_world  # noqa: E402
+from pipeline.cluster.rendezvous import init_world  # noqa: E402
 from pipeline.config import load_config  # noqa: E402
 
 SMALL = (

@@ -20,7 +20,7 @@ from benchmarks.step_apart import Apart
 from benchmarks.step_data import data_report
 from benchmarks.step_forms import AUTHORS, OURS, PLAIN, Setting, can_compile, forms, ours, plain
 from benchmarks.step_timing import Step, Taken, peak_bytes, timed
-from pipeline.cluster.world import disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.command_line import run_command
 from pipeline.config import load_config
 from pipeline.errors import UserError

@@ -66,3 +66,11 @@ def first_few(names: Sequence[str], most: int = 3) -> str:
 def counted(number: int, word: str) -> str:
     """A number with its noun: ``1 shard``, ``2 shards``, ``3 classes``."""
     return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('s') else 's'}"
+
+
+def printable(text: str, limit: int) -> str:
+    """Text from elsewhere that is safe to print: control characters become "?", and it is cut to ``limit`` characters."""
+    if len(text) <= limit and text.isprintable():
+        return text
+    kept = "".join(c if c.isprintable() else "?" for c in text[: limit + 1])
+    return kept if len(kept) <= limit else kept[: limit - 3] + "..."

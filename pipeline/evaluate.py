@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> None:
     if args.predictions:
         check_file("--predictions", args.predictions)
 
-    from pipeline.cluster.world import disconnect  # imported only now: PyTorch takes seconds, and --help must not wait for it
+    # Imported only now: PyTorch takes seconds, and --help must not wait for it.
+    from pipeline.cluster.rendezvous import disconnect
     from pipeline.config.values import parse_switches
     from pipeline.inference.evaluation import check_same_classes, evaluate, evaluation_loader
     from pipeline.inference.prediction import RankRows, collect_evaluated

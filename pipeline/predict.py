@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code. Collective."""
     check_arguments(args)
 
-    from pipeline.cluster.world import disconnect  # imported only now: PyTorch takes seconds, and --help must not wait for it
+    # Imported only now: PyTorch takes seconds, and --help must not wait for it.
+    from pipeline.cluster.rendezvous import disconnect
     from pipeline.inference.evaluation import evaluation_loader
     from pipeline.inference.image_list import ImageList, find_images, read_list
     from pipeline.inference.prediction import RankRows, predict

@@ -18,7 +18,7 @@ def measure(context: Context) -> Rows:
 
     dali_is_there()  # nothing is loaded here, but modules that are imported name it
     from benchmarks.checkpoint import Training
-    from pipeline.cluster.world import disconnect, init_world
+    from pipeline.cluster.rendezvous import disconnect, init_world
     from pipeline.config import load_config
 
     world = init_world()

@@ -49,7 +49,7 @@ def measure(context: Context) -> Rows:
     from benchmarks.gpu.in_memory import dali_is_there
 
     with_loader = dali_is_there()
-    from pipeline.cluster.world import disconnect, init_world
+    from pipeline.cluster.rendezvous import disconnect, init_world
 
     if deterministic and has_key("train.deterministic"):
         from pipeline.step.precision import make_deterministic

@@ -31,7 +31,8 @@ from examples.detection.model import Detector, build_detector
 from pipeline.cluster.agreement import Agreement, do_in_main, raise_on_all
 from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
-from pipeline.cluster.world import World, disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
+from pipeline.cluster.world import World
 from pipeline.config import accumulation_steps
 from pipeline.errors import PREEMPTED, UserError
 from pipeline.logs import console

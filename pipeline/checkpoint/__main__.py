@@ -17,11 +17,14 @@ from pipeline.checkpoint.manifest import CheckpointManifest, find_damage
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 
-_EXAMPLES = {
-    "inspect": "inspect runs/pervit_t\n  {} inspect runs/pervit_t --step best",
-    "verify": "verify runs/pervit_t\n  {} verify runs/pervit_t --step 1000\n\nThe exit code is 1 if anything is damaged.",
-    "export": "export runs/pervit_t --output pervit_t.safetensors\n"
-    "  {} export runs/pervit_t --step best --weights ema --output best.safetensors --force",
+_COMMANDS = {  # what it does, and arguments of two examples
+    "inspect": ("show the checkpoints of a run", "", " --step best"),
+    "verify": ("check every file against its checksum; the exit code is 1 if one is damaged", "", " --step 1000"),
+    "export": (
+        "write the weights to a safetensors file",
+        " --output pervit_t.safetensors",
+        " --step best --weights ema --output best.safetensors --force",
+    ),
 }
 
 
@@ -33,9 +36,7 @@ def inspect(path: Path, step: int | str | None) -> None:
     manifests = overview.read_manifests(run_dir)
     print(overview.table(run_dir, manifests), flush=True)
     if step is None and locate(path)[1] is None:
-        chosen = max(
-            (number for number, manifest in manifests.items() if isinstance(manifest, CheckpointManifest)), default=chosen
-        )
+        chosen = max((n for n, manifest in manifests.items() if isinstance(manifest, CheckpointManifest)), default=chosen)
     manifest = manifests[chosen]
     if isinstance(manifest, UserError):
         raise manifest
@@ -84,34 +85,21 @@ def verify_one(folder: Path) -> list[str]:
 def main() -> int | None:
     parser = command_parser("pipeline.checkpoint", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, what in (
-        ("inspect", "show the checkpoints of a run"),
-        ("verify", "check every file against its checksum"),
-        ("export", "write the weights to a safetensors file"),
-    ):
-        examples = f"examples:\n  {parser.prog} " + _EXAMPLES[name].format(parser.prog)
-        command = commands.add_parser(
-            name,
-            help=what,
-            description=f"{what[0].upper()}{what[1:]}.",
-            epilog=examples,
-            formatter_class=parser.formatter_class,
-        )
-        command.add_argument(
-            "path", type=Path, metavar="RUN_DIR", help="a run's output_dir, or the folder of one of its checkpoints"
-        )
+    for name, (what, *arguments) in _COMMANDS.items():
+        examples = "".join(f"\n  {parser.prog} {name} runs/pervit_t{words}" for words in arguments)
+        description, form = f"{what[0].upper()}{what[1:]}.", parser.formatter_class
+        add = commands.add_parser(
+            name, help=what, description=description, epilog=f"examples:{examples}", formatter_class=form
+        ).add_argument
+        add("path", type=Path, metavar="RUN_DIR", help="a run's output_dir, or the folder of one of its checkpoints")
         default = "all" if name == "verify" else "the newest"
-        command.add_argument("--step", type=parse_step, metavar="N|best", help=f"which checkpoint (default: {default})")
-    command.add_argument("--output", type=Path, required=True, metavar="FILE", help="*.safetensors")
-    command.add_argument(
-        "--weights",
-        choices=("model", "ema"),
-        help="default: ema if the run kept an average, else model; for --step best, those that scored best",
-    )
-    command.add_argument(
-        "--names", choices=("ours", "authors"), default="ours", help="tensor names: this project's or the published code's"
-    )
-    command.add_argument("--force", action="store_true", help="replace an existing file")
+        add("--step", type=parse_step, metavar="N|best", help=f"which checkpoint (default: {default})")
+    add("--output", type=Path, required=True, metavar="FILE", help="*.safetensors")
+    weights = "default: ema if the run kept an average, else model; for --step best, those that scored best"
+    add("--weights", choices=("model", "ema"), help=weights)
+    names = "tensor names: this project's or the published code's"
+    add("--names", choices=("ours", "authors"), default="ours", help=names)
+    add("--force", action="store_true", help="replace an existing file")
     args = parser.parse_args()
     if args.command == "inspect":
         inspect(args.path, args.step)

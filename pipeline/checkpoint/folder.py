@@ -59,11 +59,8 @@ def parse_step(text: str) -> int | str:
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
-    """Resolve a command's path: a run folder, or one of its checkpoints; the run folder, and the step if it names one.
-
-    Args:
-        path: ``RUN``, ``RUN/checkpoints`` or ``RUN/checkpoints/step-00000040``; it need not exist.
-    """
+    """Resolve a command's path, ``RUN``, ``RUN/checkpoints`` or ``RUN/checkpoints/step-00000040``: the run folder, and the step if it
+    names one. It need not exist."""
     absolute = path.absolute()
     step = _step_of(absolute.name)
     levels = 1 if step is None else 2  # between the path and the run folder
@@ -83,10 +80,8 @@ def find_step(run_dir: Path, step: int | str | None = None) -> int:
     """
     steps = saved_steps(run_dir)
     if not steps:
-        raise UserError(
-            f"{run_dir} must have a checkpoint, got {f'no {FOLDER}/step-*' if run_dir.is_dir() else 'no such folder'}",
-            "pass the output_dir of a run that has saved one",
-        )
+        got = f"no {FOLDER}/step-*" if run_dir.is_dir() else "no such folder"
+        raise UserError(f"{run_dir} must have a checkpoint, got {got}", "pass the output_dir of a run that has saved one")
     if step == BEST:
         return _best_step(run_dir, steps)
     if step is not None and step not in steps:
@@ -115,15 +110,12 @@ def _best_step(run_dir: Path, steps: list[int]) -> int:
             continue  # a damaged one
         if best is None:
             raise UserError(f"{run_dir} has no best checkpoint, it was not evaluated yet", f"choose a step of {steps}")
-        if best["step"] not in steps:
-            raise UserError(
-                f"{run_dir} no longer has its best checkpoint, that of step {best['step']}, but those of {steps}",
-                "choose one of them",
-            )
-        return best["step"]
-    raise UserError(
-        f"{run_dir} has no checkpoint that says which is the best, of {steps} none can be read", "choose one of them"
-    )
+        if best["step"] in steps:
+            return best["step"]
+        problem = f"no longer has its best checkpoint, that of step {best['step']}, but those of {steps}"
+        raise UserError(f"{run_dir} {problem}", "choose one of them")
+    problem = f"has no checkpoint that says which is the best, of {steps} none can be read"
+    raise UserError(f"{run_dir} {problem}", "choose one of them")
 
 
 def publish(written: Path, target: Path) -> None:

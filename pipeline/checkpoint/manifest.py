@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -17,7 +16,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 import xxhash
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, printable
 from pipeline.files import open_regular
 
 MANIFEST = "checkpoint.json"
@@ -247,7 +246,8 @@ def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) ->
 
 def _invalid(source: str, error: ValidationError) -> UserError:
     problem = error.errors()[0]
-    where = _dotted(problem["loc"])
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"] if part != "[key]")
+    where = printable(place.lstrip("."), _SHOWN)  # such as files[0].name
     if problem["type"] == "missing":
         return UserError(f"{source} must have {where}, which is missing", _REMEDY)
     known = problem["type"] != "unexpected_keyword_argument"
@@ -255,14 +255,5 @@ def _invalid(source: str, error: ValidationError) -> UserError:
     return _damage(source, where, problem["input"], need)
 
 
-def _dotted(place: tuple[str | int, ...]) -> str:
-    """A path such as ``files[0].name``."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]").lstrip(".")
-    return re.sub(r"[^\x20-\x7e]", "?", text)[:_SHOWN]
-
-
 def _damage(source: str, place: str, found: Any, need: str) -> UserError:
-    shown = ascii(found)  # no control characters
-    if len(shown) > _SHOWN:
-        shown = shown[: _SHOWN - 3] + "..."
-    return UserError(f"{source}: {place} must {need}, got {shown}", _REMEDY)
+    return UserError(f"{source}: {place} must {need}, got {printable(ascii(found), _SHOWN)}", _REMEDY)

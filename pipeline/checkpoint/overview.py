@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.checkpoint.folder import FOLDER, saved_steps, step_folder
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, RunState
-from pipeline.errors import UserError
+from pipeline.errors import UserError, printable
 
 _NAMED = 5  # bad samples that are listed
+_LONGEST = 4000  # characters of a line
 _HASH_DIGITS = 12  # of a SHA-256, enough to tell two runs apart
 _COLUMNS = ("step", "epochs", "samples", "written", "size", "processes", "ZeRO", "kept as")
+Manifests = dict[int, CheckpointManifest | UserError]  # by step, ascending; the error keeps one from being read
 
 
-def read_manifests(run_dir: Path) -> dict[int, CheckpointManifest | UserError]:
-    """For every step, ascending: the manifest, or the error that keeps it from being read."""
-    manifests: dict[int, CheckpointManifest | UserError] = {}
+def read_manifests(run_dir: Path) -> Manifests:
+    """Read the manifests of all checkpoints."""
+    manifests: Manifests = {}
     for step in saved_steps(run_dir):
         try:
             manifests[step] = CheckpointManifest.read(step_folder(run_dir, step))
@@ -26,7 +29,7 @@ def read_manifests(run_dir: Path) -> dict[int, CheckpointManifest | UserError]:
     return manifests
 
 
-def table(run_dir: Path, manifests: dict[int, CheckpointManifest | UserError]) -> str:
+def table(run_dir: Path, manifests: Manifests) -> str:
     """One line per checkpoint, then the other folders beside them."""
     reasons = reasons_to_keep(manifests)
     rows: list[tuple[str, ...]] = [_COLUMNS]
@@ -48,15 +51,12 @@ def details(folder: Path, manifest: CheckpointManifest) -> str:
     model = state.config["model"]
     switches = ", ".join(f"{name}={value}" for name, value in model["switches"].items())
     parameters = sum(math.prod(shape) for shape in manifest.shapes.values())
-    rest = "".join(
-        f", {key} {value}" for key, value in data.items() if key not in ("samples", "fingerprint") and value is not None
-    )
+    others = {key: value for key, value in data.items() if key not in ("samples", "fingerprint") and value is not None}
+    rest = "".join(f", {key} {value}" for key, value in others.items())
+    shape = f"{model['num_classes']} classes, {model['image_size']} pixels"
     lines = [
         ("checkpoint", str(folder)),
-        (
-            "model",
-            f"{model['name']}, {model['num_classes']} classes, {model['image_size']} pixels" + (switches and f", {switches}"),
-        ),
+        ("model", f"{model['name']}, {shape}" + (switches and f", {switches}")),
         ("parameters", f"{parameters:,} in {len(manifest.shapes)} tensors"),
         ("step", f"{state.step} ({state.step - state.skipped_steps} taken by the optimizer, {state.skipped_steps} skipped)"),
         ("samples seen", f"{state.samples:,}"),
@@ -70,7 +70,7 @@ def details(folder: Path, manifest: CheckpointManifest) -> str:
     if state.evaluation_due:
         lines.append(("evaluation", "of this step is due: the run was stopped before its end"))
     lines += [("files" if i == 0 else "", f"{file.name}  {size_text(file.bytes)}") for i, file in enumerate(manifest.files)]
-    return "\n".join(f"{name:<14}{_printable(text)}" for name, text in lines)
+    return "\n".join(f"{name:<14}{printable(text, _LONGEST)}" for name, text in lines)
 
 
 def size_text(count: int) -> str:
@@ -81,30 +81,17 @@ def size_text(count: int) -> str:
     return f"{count} B"
 
 
-def _printable(text: str) -> str:
-    """Names and messages come from files: characters that would control a terminal become question marks."""
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
 def _row(folder: Path, manifest: CheckpointManifest, reason: str) -> tuple[str, ...]:
     state = manifest.state
     try:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / MANIFEST).stat().st_mtime))
     except (OSError, OverflowError, ValueError):  # removed meanwhile, or a time beyond the calendar
         written = "?"
-    return (
-        str(state.step),
-        f"{state.samples / state.data['samples']:.2f}",
-        f"{state.samples:,}",
-        written,
-        size_text(sum(file.bytes for file in manifest.files)),
-        str(state.world_size),
-        str(state.zero_stage),
-        reason,
-    )
+    epochs, size = f"{state.samples / state.data['samples']:.2f}", size_text(sum(file.bytes for file in manifest.files))
+    return (str(state.step), epochs, f"{state.samples:,}", written, size, str(state.world_size), str(state.zero_stage), reason)
 
 
-def reasons_to_keep(manifests: dict[int, CheckpointManifest | UserError]) -> dict[int, str]:
+def reasons_to_keep(manifests: Mapping[int, CheckpointManifest | UserError]) -> dict[int, str]:
     """Step -> why retention keeps it, by the config of the newest readable checkpoint."""
     readable = [manifest for manifest in manifests.values() if isinstance(manifest, CheckpointManifest)]
     if not readable:

@@ -39,18 +39,11 @@ class RankSlice:
     copy: bool = False  # a second copy of another slice of this rank (master weights)
 
     def written_by(self, writer: int | None, writers: int) -> RankSlice | None:
-        """What this rank saves of it: a share of a replicated slice, all of a slice that only it holds.
-
-        Args:
-            writer: its number among those that write replicated slices; None: it writes none.
-            writers: how many these are.
-        """
-        if self.copy:
+        """What this rank saves of it: all of a slice that only it holds, and as ``writer`` its share of a replicated one."""
+        if self.copy or self.replicated and writer is None:
             return None
-        if not self.replicated:
+        if not self.replicated or writer is None:
             return self
-        if writer is None:
-            return None
         count = len(self.values)
         first, end = count * writer // writers, count * (writer + 1) // writers
         return replace(self, start=self.start + first, values=self.values[first:end]) if first < end else None
@@ -109,12 +102,7 @@ def optimizer_state(engine: Engine) -> list[OptimizerState]:
 
 
 def read_scalars(engine: Engine, read: Callable[[str, str], Tensor]) -> None:
-    """Restore the optimizer's scalars.
-
-    Args:
-        engine: whose optimizer has its state.
-        read: (quantity, parameter) -> (1,)
-    """
+    """Restore the scalars of an optimizer that has its state. ``read``: (quantity, parameter) -> (1,)"""
     for name, tensor in _updated_parameters(engine):
         kept = inner_optimizer(engine).state[tensor]
         for key, value in _scalars(kept, tensor).items():

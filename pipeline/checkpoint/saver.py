@@ -147,9 +147,8 @@ class Saver:
         resumes = (
             "starts again: it has no checkpoint yet" if newest is None else f"resumes from its checkpoint of step {newest}"
         )
-        raise UserError(
-            reasons[0], f"free some space or restore the folder, then give the same command again; the run {resumes}"
-        )
+        remedy = f"free some space or restore the folder, then give the same command again; the run {resumes}"
+        raise UserError(reasons[0], remedy)
 
     def _wait(self) -> None:
         self._waiting()
@@ -238,7 +237,10 @@ class HostCopies:
 
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Contiguous copies of tensors on the CPU or one GPU, with the same names; this overwrites the previous copies."""
-        if _layout(self._copies) != _layout(tensors):
+        before, now = (
+            [(name, tensor.shape, tensor.dtype) for name, tensor in held.items()] for held in (self._copies, tensors)
+        )
+        if before != now:
             self._copies.clear()  # frees their memory before the new allocation
             self._copies.update(_allocate(tensors))
         for name, tensor in tensors.items():
@@ -246,10 +248,6 @@ class HostCopies:
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # the copies' own; the device would include the loader's work ahead
         return self._copies
-
-
-def _layout(tensors: dict[str, Tensor]) -> list[tuple]:
-    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
 
 
 def _allocate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

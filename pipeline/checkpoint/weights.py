@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +44,7 @@ class SavedWeights:
         return chosen
 
 
-@dataclass(frozen=True)
-class InitialWeights:
+class InitialWeights(NamedTuple):
     """Weights to initialize a fine-tuning run."""
 
     weights: dict[str, Tensor]  # with this project's tensor names or the authors'
@@ -72,19 +72,16 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
         raise UserError(damage[0], f"take another checkpoint (present: steps {saved_steps(run_dir)}), or restore the file")
     reader = SliceReader(folder, read_headers(folder, manifest.files))
 
-    def parameters(quantity: str) -> dict[str, Tensor]:
+    def whole(quantity: str, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
         # Copies: a memory-mapped tensor would change with the file.
-        shapes = {name: torch.Size(shape) for name, shape in manifest.shapes.items()}
         return {name: reader.read(quantity, name, 0, shape.numel()).reshape(shape).clone() for name, shape in shapes.items()}
 
+    shapes = {name: torch.Size(shape) for name, shape in manifest.shapes.items()}
     buffers = {name: reader.read_buffer(name).clone() for name in reader.slices(BUFFER)}
-    model, ema = {**parameters(WEIGHT), **buffers}, None
+    model, ema = {**whole(WEIGHT, shapes), **buffers}, None
     if EMA in reader.quantities:
-        averages = {
-            name: reader.read(EMA_BUFFER, name, 0, buffers[name].numel()).view_as(buffers[name]).clone()
-            for name in reader.slices(EMA_BUFFER)
-        }
-        ema = {**parameters(EMA), **buffers, **averages}
+        averages = whole(EMA_BUFFER, {name: buffers[name].shape for name in reader.slices(EMA_BUFFER)})
+        ema = {**whole(EMA, shapes), **buffers, **averages}
     best = manifest.state.best if step == BEST else None
     default: Kind = best["weights"] if best and best["step"] == found else "model" if ema is None else "ema"
     return SavedWeights(manifest.state, model, ema, default)
@@ -101,36 +98,31 @@ def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialW
     Raises:
         UserError: it does not exist, cannot be read, or holds no state dict.
     """
+    description = classes = None
     if is_timm_folder(source):
         weights, description = read_folder_weights(source, what=f"{key} {source}")
         classes = read_folder_config(source).classes
-        step = f"{description.weights} weights of step {description.step}" if description else f"{len(weights)} tensors"
-        return InitialWeights(weights, classes, step)
-    if source.is_dir():
+    elif source.is_dir():
         saved = read_weights(source)
         return InitialWeights(saved.choose(), saved.state.classes, f"{saved.default} weights of step {saved.state.step}")
-    if not source.is_file():
+    elif not source.is_file():
         raise UserError(f"{key} {source} does not exist", "pass a run folder or a file with a state dict")
-    if source.suffix == SUFFIX:
+    elif source.suffix == SUFFIX:
         weights, description = read_tensors(source)
-        if description is None:
-            return InitialWeights(weights, None, f"{len(weights)} tensors")
-        return InitialWeights(weights, description.classes, f"{description.weights} weights of step {description.step}")
-    found = read_pickled(source, f"{key} {source}")
-    return InitialWeights(found, None, f"{len(found)} tensors")
+        classes = description.classes if description else None
+    else:
+        weights = read_pickled(source, f"{key} {source}")
+    what = f"{description.weights} weights of step {description.step}" if description else f"{len(weights)} tensors"
+    return InitialWeights(weights, classes, what)
 
 
 def export(run_dir: Path, output: Path, step: int | str | None, kind: Kind | None, names: Names, force: bool) -> Description:
-    """Export the weights of a checkpoint to one file; returns their description.
+    """Export the weights of a checkpoint to one file, ``*.safetensors``; returns their description.
 
-    Args:
-        output: the file, ``*.safetensors``.
-        step: which checkpoint, a number or ``best``; None: the newest.
-        kind: ``model`` or ``ema``; None: see :func:`pipeline.checkpoint.read_weights`.
+    ``step`` and ``kind`` choose as in :func:`read_weights` and :meth:`SavedWeights.choose`, with their errors.
 
     Raises:
-        UserError: there is no such checkpoint or average, it is damaged or has non-finite weights, or ``output`` exists or
-            cannot be written.
+        UserError: ``output`` exists or cannot be written.
     """
     if output.suffix != SUFFIX:
         raise UserError(f"--output must end in {SUFFIX}, got {output}", f"name it {output.with_suffix(SUFFIX).name}")
@@ -138,8 +130,8 @@ def export(run_dir: Path, output: Path, step: int | str | None, kind: Kind | Non
     if output.exists() and not force:
         raise UserError(f"{output} exists", "choose another --output, or add --force to replace it")
     saved = read_weights(run_dir, step)
-    config = config_from_dict(saved.state.config, source="the checkpoint")
     state = saved.state
+    config = config_from_dict(state.config, source="the checkpoint")
     description = describe(config, state.classes, state.step, kind or saved.default, names, state.class_names)
     write_exported(output, saved.choose(kind), description)
     return description

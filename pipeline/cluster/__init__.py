@@ -2,11 +2,10 @@
 
 ================== ===================================================================
 ``environment.py`` what the launcher or Slurm says about this process; their signals to stop
-``world.py``       join the others: device, torch.distributed, DeepSpeed
-``rendezvous.py``  the process group and the key-value store behind it
+``rendezvous.py``  join the others: device, key-value store, torch.distributed, DeepSpeed
+``world.py``       this process's place; collectives on tensors and on plain data
 ``host.py``        this machine: GPU driver, CPU cores, allocator, network interface
 ``nccl.py``        let NCCL report faults to the heartbeat instead of ending the process
-``exchange.py``    gather and broadcast plain data as JSON
 ``agreement.py``   collective decisions: raise, stop or publish on all ranks alike
 ``heartbeat.py``   heartbeats between the ranks; all exit when one is lost
 ``beats.py``       what a heartbeat says, in the job's key-value store

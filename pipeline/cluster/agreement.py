@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.cluster.world import DEFAULT_TIMEOUT, World
+from pipeline.cluster.rendezvous import DEFAULT_TIMEOUT
+from pipeline.cluster.world import World
 from pipeline.errors import UserError, first_line
 
 Result = TypeVar("Result")
@@ -18,10 +19,7 @@ _RANKS_PER_CALL = 256  # up to which every call of an exchange reaches the other
 
 
 def do_in_main(action: Callable[[], Result], world: World) -> Result | None:
-    """Run an action, such as writing a file, on rank 0 alone while the others wait. Collective.
-
-    Returns:
-        The action's result on rank 0, None elsewhere.
+    """Run an action, such as writing a file, on rank 0 alone while the others wait; None elsewhere. Collective.
 
     Raises:
         UserError: on every rank, if the action raised one.
@@ -82,18 +80,11 @@ class Agreement:
         try:
             self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
         except RuntimeError as error:
-            raise UserError(
-                f"the ranks cannot connect over gloo ({first_line(error)})",
-                "set GLOO_SOCKET_IFNAME to the network interface between the nodes, such as eth0 (ip addr lists them)",
-            ) from None
+            remedy = "set GLOO_SOCKET_IFNAME to the network interface between the nodes, such as eth0 (ip addr lists them)"
+            raise UserError(f"the ranks cannot connect over gloo ({first_line(error)})", remedy) from None
 
     def exchange(self, stop: int = 0, save_failed: bool = False, written: int = 0) -> Agreed:
-        """Exchange status with all ranks. Collective.
-
-        Args:
-            stop: the signal that this rank received, or 0.
-            save_failed: this rank cannot write its part of a checkpoint.
-            written: saves that this rank has on disk.
+        """Exchange this rank's status, with the meanings of :class:`Agreed`. Collective.
 
         Returns:
             The status of all ranks at the all-reduce before the newest one; at first, that nothing has happened.

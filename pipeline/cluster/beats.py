@@ -12,17 +12,32 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch.distributed as dist
+from pydantic import AfterValidator, Field, TypeAdapter
 
-from pipeline.cluster.exchange import printable
-from pipeline.errors import RANK_LOST, USER_ERROR
+from pipeline.errors import RANK_LOST, USER_ERROR, printable
 
-EXIT_CODES = frozenset({USER_ERROR, RANK_LOST, 130})  # that a rank may pass to the others; 130: Ctrl-C. Never success.
-_LONGEST = {"host": 255, "doing": 100, "message": 4000}  # characters of a field that are kept, and so printed
+_EXIT_CODES = (USER_ERROR, RANK_LOST, 130)  # that a rank may pass to the others; 130: Ctrl-C. Never success.
 _LARGEST = 65536  # bytes of a message; a heartbeat has a few hundred
 _SHOWN = 60  # characters of a foreign message in the warning
+
+
+def _check_code(code: int) -> int:
+    if code not in _EXIT_CODES:
+        raise ValueError(f"the exit code must be one of {_EXIT_CODES}, got {code}")
+    return code
+
+
+def _at_most(characters: int) -> AfterValidator:
+    """Text that is printed is cut and without control characters."""
+    return AfterValidator(lambda text: printable(text, characters))
+
+
+# Strict: no conversions.
+_Number = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+_Text = Annotated[str, Field(strict=True)]
 
 
 class Status(str, Enum):
@@ -39,17 +54,17 @@ class Status(str, Enum):
 class Beat(NamedTuple):
     """What a rank writes with every beat of its heartbeat."""
 
-    rank: int
-    host: str = "unknown"
-    pid: int = 0
-    number: int = 0  # counts up: a change shows that the rank lives
-    step: int = 0
-    doing: str = "starting"
-    calls: int = 0  # of Heartbeat.at in this step; all ranks make the same ones, so a rank with fewer is behind
+    rank: _Number
+    host: Annotated[_Text, _at_most(255)] = "unknown"
+    pid: _Number = 0
+    number: _Number = 0  # counts up: a change shows that the rank lives
+    step: _Number = 0
+    doing: Annotated[_Text, _at_most(100)] = "starting"
+    calls: _Number = 0  # of Heartbeat.at in this step; all ranks make the same ones, so a rank with fewer is behind
     status: Status = Status.RUNNING
-    message: str = ""  # the error message if BROKEN or ENDED, the sentence of a VERDICT
-    exit_code: int = RANK_LOST  # for the other ranks, if ENDED or VERDICT
-    hanging: tuple[int, ...] = ()  # of a VERDICT: ranks that are alive and should print where they hang
+    message: Annotated[_Text, _at_most(4000)] = ""  # the error message if BROKEN or ENDED, the sentence of a VERDICT
+    exit_code: Annotated[_Number, AfterValidator(_check_code)] = RANK_LOST  # for the other ranks, if ENDED or VERDICT
+    hanging: tuple[_Number, ...] = ()  # of a VERDICT: ranks that are alive and should print where they hang
 
     @property
     def who(self) -> str:
@@ -62,31 +77,8 @@ class Beat(NamedTuple):
     def to_json(self) -> str:
         return json.dumps(self)
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Beat:
-        """Invert ``to_json``. Anyone who reaches the store may have written the text.
 
-        Raises:
-            ValueError: it is something else, or passes an exit code to others that none may pass.
-        """
-        values = json.loads(text)
-        if not isinstance(values, list) or [type(value) for value in values] != _TYPES:
-            raise ValueError("not a heartbeat")
-        fields = dict(zip(cls._fields, values, strict=True))
-        numbers = [*fields["hanging"]]
-        for name, value in fields.items():
-            if type(value) is str:
-                fields[name] = printable(value, _LONGEST.get(name, 100))
-            elif type(value) is int:
-                numbers.append(value)
-        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-            raise ValueError("not a heartbeat")
-        if fields["exit_code"] not in EXIT_CODES:
-            raise ValueError(f"the exit code must be one of {sorted(EXIT_CODES)}, got {fields['exit_code']}")
-        return cls(**{**fields, "status": Status(fields["status"]), "hanging": tuple(fields["hanging"])})
-
-
-_TYPES = [str if isinstance(value, str) else list if isinstance(value, tuple) else int for value in Beat(0)]  # in JSON
+_VALID = TypeAdapter(Beat)  # anyone who reaches the store may have written the text
 
 
 @dataclass(frozen=True)
@@ -129,23 +121,24 @@ class Board:
 
     def _take(self, rank: int, note: bytes) -> None:
         self._newest.setdefault(rank, Beat(rank, os.environ["MASTER_ADDR"] if rank == 0 else "unknown"))
-        try:
-            beat = Beat.from_json(note) if 0 < len(note) <= _LARGEST else None
+        with suppress(ValueError):
+            beat = _VALID.validate_json(note) if 0 < len(note) <= _LARGEST else None
             if beat and beat.rank == rank:
                 self._newest[rank] = beat
                 return
-        except (ValueError, RecursionError):
-            pass
         if note and rank not in self._warned:
             self._warned.add(rank)
-            warning = (
-                f"warning: {_key(rank)} in the job's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} is not a "
-                f"heartbeat ({printable(note[: 4 * _SHOWN].decode(errors='replace'), _SHOWN)}) and is ignored: somebody else writes "
-                f"to this port; see the repository's docs/security.md for how to keep strangers out"
+            store, shown = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), note[: 4 * _SHOWN].decode(errors="replace")
+            print_now(
+                f"warning: {_key(rank)} in the job's store at {store} is not a heartbeat ({printable(shown, _SHOWN)}) and is ignored: "
+                f"somebody else writes to this port; see the repository's docs/security.md for how to keep strangers out"
             )
-            with suppress(OSError):  # the terminal may be gone
-                # Not through the logger: this is a thread, and a main thread that hangs may hold a lock of sys.stderr.
-                os.write(2, f"{warning}\n".encode())
+
+
+def print_now(line: str) -> None:
+    """To stderr from a thread, not through the logger: a main thread that hangs may hold a lock of ``sys.stderr``."""
+    with suppress(OSError):  # the terminal may be gone
+        os.write(2, f"{line}\n".encode())
 
 
 def _key(rank: int) -> str:

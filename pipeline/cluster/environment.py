@@ -13,7 +13,7 @@ from pipeline.errors import UserError
 LAUNCHER = "PERVIT_LAUNCHER_PID"  # set by launch/local.sh, whose death sends SIGTERM to its ranks
 ALONE_SECONDS = 60  # grace period once the launcher is gone; launch/local.sh itself waits as long before it kills its ranks
 SECRET = "PERVIT_JOB_SECRET"  # name of the variable with the job's secret, see rendezvous.py
-_START_WITH = "start with the repository's launch/local.sh or sbatch"
+START_WITH = "start with the repository's launch/local.sh or sbatch"
 # Set by srun for each task -> read by PyTorch and DeepSpeed.
 _FROM_SRUN = {"SLURM_PROCID": "RANK", "SLURM_STEP_NUM_TASKS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK"}
 
@@ -43,7 +43,7 @@ def read_place() -> Place:
     for name, alone in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         if not os.environ.get(name):
             if size > 1:
-                raise UserError(f"{name} must be set for {size} processes to find each other", _START_WITH)
+                raise UserError(f"{name} must be set for {size} processes to find each other", START_WITH)
             os.environ[name] = alone
     _integer("MASTER_PORT", 0, 65535)
     usable = len(os.sched_getaffinity(0))
@@ -65,19 +65,13 @@ def job_secret() -> bytes:
     text = os.environ.get(SECRET)
     if text is None or not re.fullmatch(r"[0-9a-f]{64}", text):
         found = "nothing" if text is None else f"{len(text)} other characters"
-        raise UserError(
-            f"{SECRET} must be one number of 64 hexadecimal digits for all processes of a job, got {found}",
-            f"{_START_WITH}, or set it to the output of openssl rand -hex 32 for all of them",
-        )
+        problem = f"{SECRET} must be one number of 64 hexadecimal digits for all processes of a job, got {found}"
+        raise UserError(problem, f"{START_WITH}, or set it to the output of openssl rand -hex 32 for all of them")
     return bytes.fromhex(text)
 
 
 def job_name(environment: Mapping[str, str]) -> str | None:
-    """The name under which ``scontrol`` knows this job alone: one task of a job array has the array's number as its own.
-
-    Returns:
-        Slurm's number, ARRAY_TASK in a job array; None outside of a job.
-    """
+    """The name under which ``scontrol`` knows this job alone: Slurm's number, ARRAY_TASK in a job array; None outside of a job."""
     if "SLURM_ARRAY_JOB_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
     return environment.get("SLURM_JOB_ID")
@@ -93,12 +87,12 @@ def _set_ranks() -> None:
     if "RANK" in os.environ:
         missing = [name for name in _FROM_SRUN.values() if name not in os.environ]
         if missing:
-            raise UserError(f"RANK requires WORLD_SIZE and LOCAL_RANK, but {missing[0]} is not set", _START_WITH)
+            raise UserError(f"RANK requires WORLD_SIZE and LOCAL_RANK, but {missing[0]} is not set", START_WITH)
     elif "SLURM_STEP_ID" in os.environ and all(name in os.environ for name in _FROM_SRUN):
         for slurm_name, name in _FROM_SRUN.items():
             os.environ[name] = str(_integer(slurm_name, 0))
     elif os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(f"WORLD_SIZE {os.environ['WORLD_SIZE']} requires RANK, which is not set", _START_WITH)
+        raise UserError(f"WORLD_SIZE {os.environ['WORLD_SIZE']} requires RANK, which is not set", START_WITH)
     else:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 
@@ -111,19 +105,16 @@ def _slurm_tasks_per_node() -> int | None:
     parts = [re.fullmatch(r"([1-9][0-9]{0,5})(\(x[0-9]+\))?", part) for part in text.split(",")]
     counts = [int(part[1]) for part in parts if part]
     if len(counts) < len(parts):
-        raise UserError(
-            f"the environment variable SLURM_STEP_TASKS_PER_NODE must have counts such as '8(x2)' or '3,2', got {text!r}",
-            "start with srun, or unset it",
-        )
+        wanted = f"must have counts such as '8(x2)' or '3,2', got {text!r}"
+        raise UserError(f"the environment variable SLURM_STEP_TASKS_PER_NODE {wanted}", "start with srun, or unset it")
     return max(counts)
 
 
 def _integer(name: str, low: int, high: int = 2**31) -> int:
     text = os.environ[name]
     if not re.fullmatch("[0-9]{1,10}", text) or not low <= int(text) <= high:
-        raise UserError(
-            f"the environment variable {name} must be a whole number from {low} to {high}, got {text!r}", _START_WITH
-        )
+        problem = f"the environment variable {name} must be a whole number from {low} to {high}, got {text!r}"
+        raise UserError(problem, START_WITH)
     return int(text)
 
 

@@ -28,13 +28,12 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from pipeline.cluster import nccl
-from pipeline.cluster.beats import Beat, Board, Status, Verdict
-from pipeline.cluster.exchange import printable
+from pipeline.cluster.beats import Beat, Board, Status, Verdict, print_now
 from pipeline.cluster.lost_ranks import BROKEN_SILENCE_LIMIT, Judge, connection_lost
 from pipeline.cluster.rendezvous import store_client
 from pipeline.cluster.world import World
 from pipeline.config import DistributedConfig
-from pipeline.errors import RANK_LOST, USER_ERROR, UserError, first_line
+from pipeline.errors import RANK_LOST, USER_ERROR, UserError, first_line, printable
 
 BEAT = 1.0  # seconds between heartbeats: short against silence_timeout (5 s or more)
 _LAST_WORD = 5.0  # seconds that rank 0 keeps the store open for ranks that have not read the verdict: a few beats
@@ -220,8 +219,7 @@ class Heartbeat:
         """Print the first verdict, unless the main thread is about to print its own error."""
         with self._judging:
             if self._verdict is None and self._end[0] is not Status.ENDED:
-                with suppress(OSError):  # the terminal may be gone
-                    os.write(2, f"error: {verdict.sentence}\n".encode())  # the main thread may hold sys.stderr's lock
+                print_now(f"error: {verdict.sentence}")
             self._verdict = self._verdict or verdict
 
     def _finish(self, verdict: Verdict) -> None:

@@ -33,7 +33,7 @@ _PROC, _SYS = Path("/proc/driver/nvidia/gpus"), Path("/sys")
 
 
 def bind_near_gpu(index: int, visible: int, local_size: int, proc: Path = _PROC, sys: Path = _SYS) -> list[int]:
-    """Restrict this process, and the threads that it will start, to its share of the cores beside its GPU.
+    """Restrict this process, and the threads that it will start, to its share of the cores beside its GPU; returns its CPUs.
 
     Nothing changes where one rank has the node to itself, where Slurm has bound the ranks already, each rank sees its own GPU
     alone, or the kernel does not say where the GPUs are.
@@ -42,9 +42,6 @@ def bind_near_gpu(index: int, visible: int, local_size: int, proc: Path = _PROC,
         index: of this rank's GPU among the visible ones.
         local_size: ranks on this node; they have the GPUs 0 to ``local_size - 1``.
         proc, sys: where the NVIDIA driver and Linux describe the hardware.
-
-    Returns:
-        The CPUs that this process may use now.
     """
     allowed = os.sched_getaffinity(0)
     per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
@@ -77,38 +74,24 @@ def near(address: str | None, sys: Path = _SYS) -> set[int]:
 def share_of(index: int, near_each: Sequence[set[int]], sys: Path = _SYS) -> set[int]:
     """A rank's part of the CPUs beside its GPU, divided core by core with the ranks whose GPUs are beside the same ones.
 
-    Args:
-        near_each: the CPUs beside the GPU of every rank on this node.
-        sys: for the CPUs that are hyper-threads of one core.
-
-    Returns:
-        Empty if there is less than one core for each.
+    ``near_each`` has the CPUs beside the GPU of every rank on this node. Empty if there is less than one core for each.
     """
     own = near_each[index]
-    cores = sorted({frozenset(siblings(cpu, sys) & own) for cpu in own}, key=min)
+    siblings = {cpu: _cpus_in(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") | {cpu} for cpu in own}
+    cores = sorted({frozenset(threads & own) for threads in siblings.values()}, key=min)
     neighbours = [other for other, cpus in enumerate(near_each) if cpus == own]
     place, count = neighbours.index(index), len(neighbours)
     first, last = (len(cores) * edge // count for edge in (place, place + 1))
     return set().union(*cores[first:last])
 
 
-def siblings(cpu: int, sys: Path = _SYS) -> set[int]:
-    """The hyper-threads of the core that a CPU belongs to, itself included."""
-    return _cpus_in(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") | {cpu}
-
-
 def _cpus_in(file: Path) -> set[int]:
-    """The CPUs that a file lists; none if it cannot be read."""
+    """The CPUs that a file lists as Linux does, "0-3,8,12-13"; none if it cannot be read."""
     try:
-        return cpu_list(file.read_text())
+        ranges = [part.partition("-") for part in file.read_text().strip().split(",") if part]
+        return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
     except (OSError, ValueError):
         return set()
-
-
-def cpu_list(text: str) -> set[int]:
-    """Linux's notation: "0-3,8,12-13"."""
-    ranges = [part.partition("-") for part in text.strip().split(",") if part]
-    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
 def gpu_is_usable() -> bool:
@@ -129,17 +112,12 @@ def gpu_is_usable() -> bool:
 
 
 def no_gpu_found(supported: int, cuda: str | None, warning: str = "") -> UserError:
-    """The error for a machine with an NVIDIA driver on which PyTorch finds no GPU.
-
-    Args:
-        supported: see :func:`cuda_of_driver`.
-        cuda: the CUDA version that PyTorch was built for, "13.0"; None: the CPU build.
-    """
+    """The error for a machine with an NVIDIA driver on which PyTorch, built for ``cuda`` ("13.0"; None: the CPU), finds no GPU."""
     name = f"PyTorch {torch.__version__}"
     if not cuda:
         return _no_gpu(f"{name} is the CPU build", "install the CUDA build with `make install HAS_GPU=1` in the repository")
     if supported and supported // 1000 < int(cuda.partition(".")[0]):
-        return too_old(name, cuda, supported)
+        return _too_old(name, cuda, supported)
     reason = re.split(r"\.\s|, e\.g\.|\n", warning)[0]
     return _no_gpu(
         f"{name} for CUDA {cuda} finds no GPU{f' ({reason})' if reason else ''}",
@@ -148,34 +126,23 @@ def no_gpu_found(supported: int, cuda: str | None, warning: str = "") -> UserErr
 
 
 def check_dali(supported: int) -> None:
-    """Refuse a build of DALI that the driver is too old for, although PyTorch's build works.
-
-    Args:
-        supported: see :func:`cuda_of_driver`.
-
-    Raises:
-        UserError: DALI is installed for a later generation of CUDA only.
-    """
+    """Refuse a build of DALI that the driver is too old for, although PyTorch's build works."""
     builds = [cuda for package, cuda in _DALI_BUILDS.items() if _is_installed(package)]
     if builds and supported and max(builds) > supported // 1000:
-        raise too_old("the installed DALI", str(max(builds)), supported)
+        raise _too_old("the installed DALI", str(max(builds)), supported)
 
 
-def too_old(package: str, cuda: str, supported: int) -> UserError:
-    """The error for a driver that does not support the generation of CUDA that a package was built for."""
+def _too_old(package: str, cuda: str, supported: int) -> UserError:
     remedy = "install a newer driver"
     if 12 <= supported // 1000:
         remedy = f"run `make install CUDA=12` in the repository for packages that this driver supports, {remedy}"
-    return _no_gpu(
-        f"{package} is built for CUDA {cuda} and the driver supports CUDA {supported // 1000}.{supported % 1000 // 10}", remedy
-    )
+    version = f"{supported // 1000}.{supported % 1000 // 10}"
+    return _no_gpu(f"{package} is built for CUDA {cuda} and the driver supports CUDA {version}", remedy)
 
 
 def _no_gpu(problem: str, remedy: str) -> UserError:
-    return UserError(
-        f"the NVIDIA GPU of this machine cannot be used: {problem}",
-        f"{remedy}, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU",
-    )
+    problem = f"the NVIDIA GPU of this machine cannot be used: {problem}"
+    return UserError(problem, f"{remedy}, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU")
 
 
 def cuda_of_driver() -> int:
@@ -190,10 +157,9 @@ def cuda_of_driver() -> int:
 
 
 def _is_installed(package: str) -> bool:
-    try:
+    with contextlib.suppress(PackageNotFoundError):
         return bool(version(package))
-    except PackageNotFoundError:
-        return False
+    return False
 
 
 def keep_freed_memory() -> bool:
@@ -201,10 +167,7 @@ def keep_freed_memory() -> bool:
 
     glibc asks the kernel for each block above 32 MiB and gives it back when it is freed, as it does with the end of the heap; the
     next step gets new pages, zeroed one by one: 5 to 8 % of the CPU time of a step of PerViT-T with 16 images. Settings of the
-    user's own (``MALLOC_...`` or ``GLIBC_TUNABLES``) are left alone.
-
-    Returns:
-        Whether it was done; other C libraries and allocators go their own way.
+    user's own (``MALLOC_...`` or ``GLIBC_TUNABLES``), other C libraries and allocators are left alone; the result tells.
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
@@ -223,10 +186,7 @@ def choose_gloo_interface(store: dist.Store, rank: int, size: int) -> None:
     ranks on other nodes cannot reach it. NCCL looks for an interface by itself and leaves loopback out.
 
     Every rank tells its own address in the store. Ranks on rank 0's node, for which MASTER_ADDR may be loopback too, take the
-    interface towards the last rank.
-
-    Raises:
-        RuntimeError: the last rank does not come.
+    interface towards the last rank; a ``RuntimeError`` if that does not come.
     """
     own = own_address(os.environ["MASTER_ADDR"])
     store.set(f"{_ADDRESS}/{rank}", own)
@@ -234,9 +194,12 @@ def choose_gloo_interface(store: dist.Store, rank: int, size: int) -> None:
         return
     if _is_loopback(own):
         own = own_address(store.get(f"{_ADDRESS}/{size - 1}").decode(errors="replace"))
-    interface = None if _is_loopback(own) else interface_of(own)  # loopback still: all ranks are on this machine
-    if interface:
-        os.environ[_GLOO_INTERFACE] = interface
+    if _is_loopback(own):  # still: all ranks are on this machine
+        return
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == own for entry in entries):
+            os.environ[_GLOO_INTERFACE] = name
+            return
 
 
 def name_is_loopback() -> bool:
@@ -256,14 +219,6 @@ def own_address(peer: str) -> str:
             probe.connect(place)
             return probe.getsockname()[0]
     return ""
-
-
-def interface_of(address: str) -> str | None:
-    """Name of the interface that has an address."""
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
-    return None
 
 
 def _is_loopback(address: object) -> bool:

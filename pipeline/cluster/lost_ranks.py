@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.cluster.beats import Beat, Status, Verdict
+from pipeline.cluster.world import name_ranks
 from pipeline.config import DistributedConfig
 
 BROKEN_SILENCE_LIMIT = 5.0  # seconds; the minimum of silence_timeout, which it replaces once a collective has failed
@@ -16,11 +17,7 @@ _AGAIN = "then start the same command again, it resumes from the newest checkpoi
 
 
 def connection_lost(first: Beat, how: str) -> Verdict:
-    """The verdict that rank 0, which hosts the store, is unreachable.
-
-    Args:
-        how: how that was noticed; continues a sentence that begins with the rank.
-    """
+    """The verdict that rank 0, which hosts the store, is unreachable; ``how`` it was noticed follows the rank's name."""
     return Verdict(
         f"{first.who} {how}; its last heartbeat came from {first.place}: find the cause on its node (its log, dmesg, the network), {_AGAIN}"
     )
@@ -37,12 +34,7 @@ class Judge:
         self._broken = 0.0  # seconds since the first failed collective
 
     def observe(self, beats: Sequence[Beat], seconds: float) -> None:
-        """Add the newest heartbeats.
-
-        Args:
-            beats: the latest of each watched rank.
-            seconds: since the last call, without time in which this process was suspended.
-        """
+        """Add the newest heartbeats of the watched ranks, ``seconds`` after the last call without those of a suspension."""
         for beat in beats:
             rank, last = beat.rank, self._newest.get(beat.rank)
             alive = last is None or beat.number != last.number
@@ -88,7 +80,7 @@ class Judge:
         seconds = self._silent[worst.rank]
         # Ranks of one node fall silent together, but the detector reads them up to a few beats apart: above 0.6 is "together".
         others = [beat.rank for beat in watched if beat is not worst and self._silent[beat.rank] > 0.6 * seconds]
-        also = f" (and so did {_ranks(others)})" if others else ""
+        also = f" (and so did {name_ranks(others)})" if others else ""
         return Verdict(
             f"{worst.who} sent no heartbeat for {seconds:.0f} s{also}; its last heartbeat came from {worst.place}: find the cause on its node "
             f"(its log, dmesg, the network), {_AGAIN}"
@@ -128,8 +120,3 @@ class Judge:
             f"{last.who} {what}: it is at {last.place}{others}; see its traceback, or raise the limit if it was merely slow, {_AGAIN}",
             hanging=(last.rank,),
         )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,13 +47,8 @@ def leave_faults_to_the_heartbeat(run_folder: Path, timeout: float) -> None:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         **dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(run_folder / FLIGHT_RECORD)),
     }
-    os.environ.update(_not_set_by_the_user(ours, os.environ))
-
-
-def _not_set_by_the_user(ours: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value for name, value in ours.items() if not any(known in environment for known in (name, *_SAME.get(name, ())))
-    }
+    users = set(os.environ)
+    os.environ.update({name: value for name, value in ours.items() if users.isdisjoint((name, *_SAME.get(name, ())))})
 
 
 def failure() -> str | None:

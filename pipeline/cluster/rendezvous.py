@@ -1,7 +1,8 @@
-"""Connect the ranks: they meet at a key-value store that rank 0 hosts, and prove to each other that they are of one job.
+"""Join the other ranks: choose this process's device, meet at a key-value store that rank 0 hosts, and prove to be of one job.
 
-On one machine (MASTER_ADDR is a loopback address) nothing listens on the network. On several nodes the store and the
-connections of gloo and NCCL are reachable from the network between them: ``docs/security.md``.
+One process per GPU, or per share of the CPU cores where there is none. On one machine (MASTER_ADDR is a loopback address) nothing
+listens on the network. On several nodes the store and the connections of gloo and NCCL are reachable from the network between them:
+``docs/security.md``.
 """
 
 from __future__ import annotations
@@ -11,90 +12,169 @@ import errno
 import hashlib
 import hmac
 import ipaddress
+import logging
 import os
 import resource
 import secrets
 import socket
 import time
+import warnings
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from pipeline.cluster.environment import job_secret
-from pipeline.cluster.exchange import gather_json
-from pipeline.cluster.host import choose_gloo_interface
+from pipeline.cluster.environment import START_WITH, Place, job_secret, read_place, slurm_granted_gpus
+from pipeline.cluster.host import bind_near_gpu, choose_gloo_interface, gpu_is_usable, keep_freed_memory
+from pipeline.cluster.nccl import leave_faults_to_the_heartbeat
+from pipeline.cluster.world import World, name_ranks
 from pipeline.errors import NotConnected, UserError, first_line
 
+DEFAULT_TIMEOUT = 1800.0  # seconds per collective where no run sets its own: torch.distributed's default for gloo
 _RESOLVE_TIMEOUT = 10.0  # seconds of retries while the name service answers "try again", as it does when a job has just started
 _PROBE_TIMEOUT = 10.0  # seconds for one TCP connection to rank 0's node; a firewall that drops packets answers nothing at all
 _BACKLOG = 2048  # pending connections: all ranks of a large job connect at the same moment
 _FILES_PER_RANK = 2  # connections of each rank to the store: the rendezvous' and the heartbeat's
 _OTHER_FILES = 256  # that a process has open besides: libraries, shards, GPUs
-_NAMED = 8  # missing ranks that a message names
 _ARRIVED = "arrived"  # key of the store to which each rank appends its number
+_log = logging.getLogger(__name__)
 
 
-def connect(backend: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+def init_world(timeout: float = DEFAULT_TIMEOUT, run_folder: Path | None = None) -> World:
+    """Find rank and world size, choose the device, initialize torch.distributed and DeepSpeed. Collective.
+
+    Args:
+        timeout: seconds that a collective may wait for a rank. A run passes ``distributed.collective_timeout``, so that the
+            heartbeat names a rank that hangs before PyTorch ends those that wait for it.
+        run_folder: of a run with a heartbeat, which then ends it after a fault instead of NCCL's watchdog.
+
+    Raises:
+        UserError: several processes, but a variable they need is missing or malformed.
+        NotConnected: the ranks did not find each other.
+    """
+    place = read_place()
+    cpu_threads = place.cpu_threads
+    if gpu_is_usable():
+        device = torch.device("cuda", _gpu_index(place))
+        cpu_threads = min(cpu_threads, len(bind_near_gpu(device.index, torch.cuda.device_count(), place.local_size)))
+        torch.cuda.set_device(device)
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's index
+        # All batches of a run have one size: let cuDNN try its algorithms in the first step, unless that choice must not vary.
+        torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+        torch.backends.cudnn.allow_tf32 = False  # Φp needs full fp32: TF32 gives errors of up to 5 %
+    else:
+        if place.rank == 0 and slurm_granted_gpus():
+            hint = "running on the CPU (--gpus-per-node=0 asks for none)"
+            _log.info(f"note: Slurm granted this task GPUs, but PyTorch finds none: {hint}")
+        device = torch.device("cpu")
+        torch.set_num_threads(cpu_threads)
+        keep_freed_memory()
+    if run_folder and place.size > 1:
+        leave_faults_to_the_heartbeat(run_folder, timeout)
+    world = World(place.rank, place.size, device, cpu_threads)
+    _init_libraries(world, timedelta(seconds=timeout))
+    return world
+
+
+def _gpu_index(place: Place) -> int:
+    """Index of this rank's GPU among the visible ones: all of the node's, or one where Slurm binds a GPU to each task."""
+    visible = torch.cuda.device_count()
+    if visible == 1 and "SLURM_STEP_ID" in os.environ:
+        return 0
+    if place.local_rank >= visible:
+        problem = f"a node must have one GPU per process, got {visible} GPUs for {place.local_size} processes"
+        raise UserError(problem, f"start {visible} processes per node")
+    return place.local_rank
+
+
+def _init_libraries(world: World, timeout: timedelta) -> None:
+    # DeepSpeed 0.19 calls functions that PyTorch 2.13 deprecates; users cannot change that.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    with quiet_deepspeed():
+        # Imported before there is a process group: what exists then becomes a default argument of its functions, which would
+        # keep the group and its threads beyond `disconnect`.
+        import deepspeed
+
+        connect(world, timeout)
+        if world.device.type == "cpu":
+            # DeepSpeed would compile a shared-memory extension that only inference uses: it takes a minute, and a build
+            # that is killed leaves a lock on which every later start hangs. There is none for GPUs. The dictionary is set, not
+            # read: that would start compilers in every rank to see what could be compiled.
+            deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), timeout=timeout)  # uses the existing process group
+
+
+@contextlib.contextmanager
+def quiet_deepspeed() -> Iterator[None]:
+    """Hide DeepSpeed's info messages; warnings and errors still appear."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    yield
+    from deepspeed.utils import logger  # importing deepspeed resets the level
+
+    logger.setLevel(logging.WARNING)
+
+
+def disconnect() -> None:
+    """Destroy the process group and end its threads.
+
+    A thread of gloo's that lets go of a tensor while the interpreter shuts down aborts the process: exit code 134 after all work is
+    done, for which a job would count as failed.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def connect(world: World, timeout: timedelta) -> None:
     """Create the default process group; every rank proves that it knows the job's secret. Collective.
 
     Args:
-        backend: "nccl" or "gloo".
         timeout: of the rendezvous, and of every later collective.
 
     Raises:
         UserError: there is no secret, or a rank does not know it.
         NotConnected: a rank could not be reached within ``timeout``.
     """
-    if size == 1:
-        # A single process needs no port, and must not fail because another run on this machine took it.
-        _stay_on_loopback()
+    backend, rank, size = "nccl" if world.device.type == "cuda" else "gloo", world.rank, world.size
+    on_one_machine = size == 1 or _written_as_loopback(os.environ["MASTER_ADDR"])
+    if on_one_machine:
+        for library in ("GLOO", "NCCL"):  # unless the user has chosen another interface
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    if size == 1:  # needs no port, and must not fail because another run on this machine took it
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     secret = job_secret()
     _allow_open_files(rank, size)
-    on_one_machine = _written_as_loopback(os.environ["MASTER_ADDR"])
-    if on_one_machine:
-        _stay_on_loopback()
     store = _host_store(size, timeout) if rank == 0 else _reach_store(rank, timeout.total_seconds())
     # Eager initialization, as DeepSpeed does: NCCL connects now, not in the first step.
-    binding = device if device.type == "cuda" else None
+    binding = world.device if backend == "nccl" else None
     try:
         store.append(_ARRIVED, f"{rank} ")  # type: ignore[attr-defined]  # missing in PyTorch's stubs
         if not on_one_machine:
             choose_gloo_interface(store, rank, size)
         prefixed = dist.PrefixStore("default_pg", store)  # as PyTorch would name it
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeout, device_id=binding)
-        prove_membership(secret, rank, size, device)
+        prove_membership(secret, world)
     except RuntimeError as error:  # all that PyTorch raises; UserError is none
         raise NotConnected(_why(error, store, rank, size)) from None
 
 
 def store_client(timeout: float) -> dist.TCPStore:
-    """Open another connection to the job's store.
-
-    Args:
-        timeout: seconds per request.
-    """
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
+    """Open another connection to the job's store; each request may take ``timeout`` seconds."""
+    return dist.TCPStore(*_meeting_point(), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
-def prove_membership(secret: bytes, rank: int, size: int, device: torch.device) -> None:
+def prove_membership(secret: bytes, world: World) -> None:
     """Challenge and response: each rank signs fresh random numbers of all ranks, which does not reveal the secret. Collective.
 
     Raises:
         UserError: a rank does not know the secret.
     """
-    numbers = gather_json(secrets.token_hex(16), size, device)
+    numbers = world.gather(secrets.token_hex(16))
     challenge = hashlib.sha256(str(numbers).encode()).hexdigest()  # the numbers themselves would be signed N times by N ranks
-    proofs = gather_json(_proof(secret, rank, challenge), size, device)
-    for other, proof in enumerate(proofs):
+    for other, proof in enumerate(world.gather(_proof(secret, world.rank, challenge))):
         if not (isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, _proof(secret, other, challenge))):
             raise UserError(
                 f"the process that came as rank {other} must know the secret of this job and does not",
@@ -109,19 +189,14 @@ def _proof(secret: bytes, rank: int, challenge: str) -> str:
 
 
 def _allow_open_files(rank: int, size: int) -> None:
-    """Raise the soft limit of open files, 1,024 on most systems, as far as a job of this size may need.
-
-    Raises:
-        UserError: rank 0, which hosts the store, may not have that many.
-    """
+    """Raise the soft limit of open files, 1,024 on most systems, as far as a job of this size may need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
     needed = _FILES_PER_RANK * size + _OTHER_FILES
-    if rank == 0 and not unlimited and hard < needed:
-        raise UserError(
-            f"the limit of open files (ulimit -Hn) of rank 0 must be at least {needed} for the connections of {size} processes, got {hard}",
-            "raise the limit on its node (LimitNOFILE of slurmd, /etc/security/limits.conf)",
-        )
+    if rank == 0 and not unlimited and hard < needed:  # it hosts the store
+        least = f"at least {needed} for the connections of {size} processes, got {hard}"
+        remedy = "raise the limit on its node (LimitNOFILE of slurmd, /etc/security/limits.conf)"
+        raise UserError(f"the limit of open files (ulimit -Hn) of rank 0 must be {least}", remedy)
     # Twice: gloo connects each process with each, and NCCL opens sockets too.
     wanted = 2 * needed if unlimited else min(hard, 2 * needed)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -135,12 +210,6 @@ def _written_as_loopback(address: str) -> bool:
     return address == "localhost"
 
 
-def _stay_on_loopback() -> None:
-    """Bind gloo and NCCL to the loopback interface, unless the user has chosen another."""
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-
-
 def _meeting_point() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
@@ -150,13 +219,10 @@ def _host_store(size: int, timeout: timedelta) -> dist.TCPStore:
     try:
         listener = _listen(address, port)
     except OSError as error:
-        raise NotConnected(
-            f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {address}:{port} ({os.strerror(error.errno or 0)})",
-            "start again, or set MASTER_PORT to a free port",
-        ) from None
-    return dist.TCPStore(
-        address, port, size, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-    )
+        problem = f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {address}:{port} ({os.strerror(error.errno or 0)})"
+        raise NotConnected(problem, "start again, or set MASTER_PORT to a free port") from None
+    descriptor = listener.detach()
+    return dist.TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def _listen(address: str, port: int) -> socket.socket:
@@ -186,10 +252,9 @@ def _reach_store(rank: int, timeout: float) -> dist.TCPStore:
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
                 reason = (error.strerror or "no answer") if isinstance(error, OSError) else "no answer"
-                raise NotConnected(
-                    f"rank {rank} found nobody at MASTER_ADDR:MASTER_PORT {address}:{port} for {timeout:.0f} s ({reason}), where rank 0 must listen",
-                    "check whether it has started (its log) and whether a firewall stands between the nodes",
-                ) from None
+                where = f"at MASTER_ADDR:MASTER_PORT {address}:{port} for {timeout:.0f} s ({reason}), where rank 0 must listen"
+                remedy = "check whether it has started (its log) and whether a firewall stands between the nodes"
+                raise NotConnected(f"rank {rank} found nobody {where}", remedy) from None
             time.sleep(0.2)  # rank 0 may still be starting; thousands of ranks may ask
 
 
@@ -202,10 +267,9 @@ def _resolve(address: str, port: int) -> tuple:
         except (OSError, UnicodeError) as error:
             if getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > deadline:
                 reason = getattr(error, "strerror", None) or error
-                raise NotConnected(
-                    f"MASTER_ADDR must be a host name or address of rank 0's node, got {address!r}, which cannot be found ({reason})",
-                    "start with the repository's launch/local.sh or sbatch, or correct it",
-                ) from None
+                got = f"got {address!r}, which cannot be found ({reason})"
+                problem = f"MASTER_ADDR must be a host name or address of rank 0's node, {got}"
+                raise NotConnected(problem, f"{START_WITH}, or correct it") from None
             time.sleep(1)  # EAI_AGAIN: the name service asks for a retry
 
 
@@ -216,11 +280,7 @@ def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> str
         arrived = set(store.get(_ARRIVED).decode(errors="replace").split())
         missing = [str(other) for other in range(size) if str(other) not in arrived]
     if missing:
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        return (
-            f"rank {rank} timed out waiting for {'ranks' if len(missing) > 1 else 'rank'} {', '.join(missing[:_NAMED])}{more} "
-            f"of {size} ranks: see in their logs why they did not start."
-        )
+        return f"rank {rank} timed out waiting for {name_ranks(missing)} of {size} ranks: see in their logs why they did not start."
     return (
         f"rank {rank} cannot connect to the others ({first_line(error)}): see whether one has ended (its log), or set GLOO_SOCKET_IFNAME and "
         f"NCCL_SOCKET_IFNAME to the network interface between the nodes, such as eth0 (ip addr lists them)."

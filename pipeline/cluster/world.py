@@ -1,37 +1,33 @@
-"""Join the other ranks: choose this process's device, initialize torch.distributed and DeepSpeed.
+"""This process's place in the job, and collectives on tensors and on plain data.
 
-One process per GPU, or per share of the CPU cores where there is none.
+Plain data travels as JSON: unlike a pickle, a message that is received is parsed, never executed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import warnings
-from collections.abc import Iterator
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from pipeline.cluster.environment import Place, read_place, slurm_granted_gpus
-from pipeline.cluster.exchange import broadcast_json, gather_json
-from pipeline.cluster.host import bind_near_gpu, gpu_is_usable, keep_freed_memory
-from pipeline.cluster.nccl import leave_faults_to_the_heartbeat
-from pipeline.cluster.rendezvous import connect
 from pipeline.errors import UserError
 
-DEFAULT_TIMEOUT = 1800.0  # seconds per collective where no run sets its own: torch.distributed's default for gloo
-_log = logging.getLogger(__name__)
+# Bytes per rank and message. A run's own are a thousandth of it; a forged length must not exhaust the memory.
+LARGEST = 64 << 20
+_STRANGER = "see the repository's docs/security.md, somebody else may be writing to this port"
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place in the job, and the collectives that need no more than that."""
+    """This process's place in the job, and the collectives that need no more than that.
+
+    Plain data is None, numbers, strings, and lists and dicts of them with strings as keys; tuples arrive as lists. Collectives on
+    it raise a ``TypeError`` for anything else, and a ``UserError`` for a message that is not JSON or larger than ``LARGEST``.
+    """
 
     rank: int
     size: int
@@ -47,108 +43,71 @@ class World:
         """Wait for all ranks. Collective."""
         dist.barrier()
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         """All-reduce: the sum over all ranks, in place, on the world's device. Collective."""
         dist.all_reduce(values)
         return values
 
-    def stack(self, values: torch.Tensor) -> torch.Tensor:
+    def stack(self, values: Tensor) -> Tensor:
         """All-gather a tensor of the same shape on every rank, on the world's device: (size, *shape) in rank order. Collective."""
         gathered = values.new_empty(self.size, *values.shape)
         dist.all_gather(list(gathered), values)
         return gathered
 
-    def from_main(self, value: object) -> Any:
-        """Plain data of rank 0, on every rank, see :func:`pipeline.cluster.exchange.broadcast_json`. Collective."""
-        return broadcast_json(value, self.rank, self.device)
-
     def gather(self, value: object) -> list:
-        """All-gather plain data in rank order, see :func:`pipeline.cluster.exchange.gather_json`. Collective."""
-        return gather_json(value, self.size, self.device)
+        """All-gather plain data in rank order. Collective."""
+        own = _encoded(value)
+        lengths = self.stack(torch.tensor([len(own)], device=self.device)).flatten().tolist()
+        for rank, length in enumerate(lengths):
+            _check_length(rank, length)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
+        padded[: len(own)] = own.to(self.device)
+        texts = self.stack(padded).cpu().numpy()  # at once: a copy for each rank would wait for the GPU thousands of times
+        return [_decoded(text[:length].tobytes(), rank) for rank, (text, length) in enumerate(zip(texts, lengths))]
+
+    def from_main(self, value: object) -> Any:
+        """Broadcast plain data of rank 0; ``value`` is ignored on other ranks. Collective."""
+        own = _encoded(value if self.is_main else None).to(self.device)
+        length = torch.tensor([len(own)], device=self.device)
+        dist.broadcast(length, src=0)
+        _check_length(0, int(length))
+        message = own if self.is_main else own.new_zeros(int(length))
+        dist.broadcast(message, src=0)
+        return _decoded(message.cpu().numpy().tobytes(), 0)
 
 
-def init_world(timeout: float = DEFAULT_TIMEOUT, run_folder: Path | None = None) -> World:
-    """Find rank and world size, choose the device, initialize torch.distributed and DeepSpeed. Collective.
-
-    Args:
-        timeout: seconds that a collective may wait for a rank. A run passes ``distributed.collective_timeout``, so that the
-            heartbeat names a rank that hangs before PyTorch ends those that wait for it.
-        run_folder: of a run with a heartbeat, which then ends it after a fault instead of NCCL's watchdog.
-
-    Raises:
-        UserError: several processes, but a variable they need is missing or malformed.
-        NotConnected: the ranks did not find each other.
-    """
-    place = read_place()
-    cpu_threads = place.cpu_threads
-    if gpu_is_usable():
-        device = torch.device("cuda", _gpu_index(place))
-        cpu_threads = min(cpu_threads, len(bind_near_gpu(device.index, torch.cuda.device_count(), place.local_size)))
-        torch.cuda.set_device(device)
-        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's index
-        # All batches of a run have one size: let cuDNN try its algorithms in the first step, unless that choice must not vary.
-        torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
-        torch.backends.cudnn.allow_tf32 = False  # Φp needs full fp32: TF32 gives errors of up to 5 %
-    else:
-        if place.rank == 0 and slurm_granted_gpus():
-            _log.info(
-                "note: Slurm granted this task GPUs, but PyTorch finds none: running on the CPU (--gpus-per-node=0 asks for none)"
-            )
-        device = torch.device("cpu")
-        torch.set_num_threads(cpu_threads)
-        keep_freed_memory()
-    if run_folder and place.size > 1:
-        leave_faults_to_the_heartbeat(run_folder, timeout)
-    _connect("nccl" if device.type == "cuda" else "gloo", place, device, timedelta(seconds=timeout))
-    return World(place.rank, place.size, device, cpu_threads)
+def _encoded(value: object) -> Tensor:
+    _refuse_other_keys(value)
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _gpu_index(place: Place) -> int:
-    """Index of this rank's GPU among the visible ones: all of the node's, or one where Slurm binds a GPU to each task."""
-    visible = torch.cuda.device_count()
-    if visible == 1 and "SLURM_STEP_ID" in os.environ:
-        return 0
-    if place.local_rank >= visible:
-        raise UserError(
-            f"a node must have one GPU per process, got {visible} GPUs for {place.local_size} processes",
-            f"start {visible} processes per node",
-        )
-    return place.local_rank
+def _refuse_other_keys(value: object) -> None:
+    """JSON would silently turn a number that is a key into a string."""
+    if isinstance(value, dict):
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise TypeError(f"keys must be strings, got {wrong[0]!r}")
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            _refuse_other_keys(part)
 
 
-def _connect(backend: str, place: Place, device: torch.device, timeout: timedelta) -> None:
-    # DeepSpeed 0.19 calls functions that PyTorch 2.13 deprecates; users cannot change that.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    with quiet_deepspeed():
-        # Imported before there is a process group: what exists then becomes a default argument of its functions, which would
-        # keep the group and its threads beyond `disconnect`.
-        import deepspeed
-
-        connect(backend, place.rank, place.size, device, timeout)
-        if device.type == "cpu":
-            # DeepSpeed would compile a shared-memory extension that only inference uses: it takes a minute, and a build
-            # that is killed leaves a lock on which every later start hangs. There is none for GPUs. The dictionary is set, not
-            # read: that would start compilers in every rank to see what could be compiled.
-            deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-        deepspeed.init_distributed(dist_backend=backend, timeout=timeout)  # uses the existing process group
+def _check_length(rank: int, length: int) -> None:
+    if not 1 <= length <= LARGEST:
+        problem = f"a message must have 1 to {LARGEST} bytes, got one of {length} bytes from rank {rank}"
+        raise UserError(problem, f"start again, and if it happens again {_STRANGER}")
 
 
-@contextlib.contextmanager
-def quiet_deepspeed() -> Iterator[None]:
-    """Hide DeepSpeed's info messages; warnings and errors still appear."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    yield
-    from deepspeed.utils import logger  # importing deepspeed resets the level
-
-    logger.setLevel(logging.WARNING)
+def _decoded(text: bytes, rank: int) -> object:
+    try:
+        return json.loads(text.decode("ascii"))  # json.dumps writes nothing else
+    except (ValueError, RecursionError):
+        problem = f"a message must be JSON, got {text[:20]!r}... from rank {rank}"
+        raise UserError(problem, f"all ranks must run the same version; if they do, {_STRANGER}") from None
 
 
-def disconnect() -> None:
-    """Destroy the process group and end its threads.
-
-    A thread of gloo's that lets go of a tensor while the interpreter shuts down aborts the process: exit code 134 after all work is
-    done, for which a job would count as failed.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def name_ranks(ranks: Sequence[object]) -> str:
+    """Several ranks in a message, the first eight by number: ``ranks 1, 2``."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.cluster.world import World, quiet_deepspeed
+from pipeline.cluster.rendezvous import quiet_deepspeed
+from pipeline.cluster.world import World
 from pipeline.config import Config, accumulation_steps
 from pipeline.errors import UserError
 from pipeline.optim.build import LR_SCALE, build_optimizer, optimizer_description

@@ -11,7 +11,8 @@ from torch import Tensor
 from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
 from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
-from pipeline.cluster.world import World, disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
+from pipeline.cluster.world import World
 from pipeline.config import Config, Recipe
 from pipeline.errors import PREEMPTED
 from pipeline.inference.evaluation import evaluate

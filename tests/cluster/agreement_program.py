@@ -6,7 +6,8 @@ import json
 import sys
 
 from pipeline.cluster.agreement import Agreement
-from pipeline.cluster.world import World, disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
+from pipeline.cluster.world import World
 
 CALLS = 9
 

@@ -20,7 +20,8 @@ from torch.distributed.flight_recorder.components.loader import read_dump
 from pipeline.cluster import nccl
 from pipeline.cluster.beats import Status
 from pipeline.cluster.heartbeat import Heartbeat
-from pipeline.cluster.world import World, init_world
+from pipeline.cluster.rendezvous import init_world
+from pipeline.cluster.world import World
 from pipeline.config import DistributedConfig
 from pipeline.errors import RANK_LOST
 from support.launching import PATIENCE, REPOSITORY, clean_environment
@@ -81,8 +82,8 @@ def test_without_a_heartbeat_the_watchdog_stays(environment: pytest.MonkeyPatch)
     own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in own.items():
         environment.setenv(name, value)
-    environment.setattr("pipeline.cluster.world._connect", lambda *arguments: None)
-    environment.setattr("pipeline.cluster.world.keep_freed_memory", lambda: True)  # it cannot be taken back
+    environment.setattr("pipeline.cluster.rendezvous._init_libraries", lambda *arguments: None)
+    environment.setattr("pipeline.cluster.rendezvous.keep_freed_memory", lambda: True)  # it cannot be taken back
     environment.setattr(torch, "set_num_threads", lambda number: None)
     init_world(run_folder=Path("runs/x"))
     assert not OURS.keys() & os.environ.keys()

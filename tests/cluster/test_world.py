@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.cluster.environment import SECRET, slurm_granted_gpus
-from pipeline.cluster.rendezvous import _host_store, _listen, _reach_store, _why, _written_as_loopback, connect
-from pipeline.cluster.world import init_world
+from pipeline.cluster.rendezvous import _host_store, _listen, _reach_store, _why, _written_as_loopback, connect, init_world
+from pipeline.cluster.world import World
 from pipeline.command_line import run_command
 from pipeline.errors import RANK_LOST, NotConnected, UserError
 from support.launching import PATIENCE, REPOSITORY, clean_environment
@@ -32,6 +32,9 @@ PAIR = {
 }
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -113,10 +116,10 @@ def test_rank_0_waits_for_the_others_and_says_who_is_missing(environment: pytest
     for name, value in (PAIR | {"MASTER_PORT": port, "PERVIT_JOB_SECRET": secrets.token_hex(32)}).items():
         environment.setenv(name, value)
     with pytest.raises(NotConnected, match="rank 0 timed out waiting for rank 1 of 2 ranks: see in their logs"):
-        connect("gloo", 0, 2, torch.device("cpu"), timedelta(seconds=1))
+        connect(World(0, 2, CPU, 1), timedelta(seconds=1))
     environment.delenv("PERVIT_JOB_SECRET")
     with pytest.raises(UserError, match="PERVIT_JOB_SECRET must be one number of 64 hexadecimal digits .*, got nothing"):
-        connect("gloo", 0, 2, torch.device("cpu"), timedelta(seconds=1))
+        connect(World(0, 2, CPU, 1), timedelta(seconds=1))
 
 
 def test_the_missing_among_a_thousand_are_named() -> None:
@@ -142,7 +145,7 @@ def test_a_job_that_needs_more_open_files_gets_or_names_them(environment: pytest
             r"\(ulimit -Hn\) of rank 0 must be at least 8448 for the connections of 4096 processes, got 4096",
         )
         with pytest.raises(*expected[:1] if soft_hard[1] == 4096 else (ZeroDivisionError,)) as error:
-            connect("gloo", 0, 4096, torch.device("cpu"), timedelta(seconds=1))
+            connect(World(0, 4096, CPU, 1), timedelta(seconds=1))
         assert soft_hard[1] != 4096 or error.match(expected[1])
     assert asked == [(16896, 65536), (16896, resource.RLIM_INFINITY)]
 
@@ -181,7 +184,7 @@ def test_gpus_are_those_of_the_step(environment: pytest.MonkeyPatch) -> None:
 _THREADS = """
 import os
 from pipeline.cluster.environment import SECRET
-from pipeline.cluster.world import disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
 world = init_world()
 gathered = world.gather(world.rank)
 disconnect()

@@ -16,7 +16,7 @@ from pipeline.checkpoint.parts import EMA, WEIGHT
 from pipeline.checkpoint.rank_slices import rank_slices
 from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
-from pipeline.cluster.world import init_world
+from pipeline.cluster.rendezvous import init_world
 from pipeline.config import load_config
 from pipeline.training.start import Start
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from pipeline.checkpoint import latest_step
 from pipeline.cluster.beats import Beat, Board, Status
 from pipeline.cluster.environment import job_secret
-from pipeline.cluster.exchange import gather_json, printable
 from pipeline.cluster.rendezvous import _proof, prove_membership
-from pipeline.errors import PREEMPTED, RANK_LOST, USER_ERROR, UserError
+from pipeline.cluster.world import World
+from pipeline.errors import PREEMPTED, RANK_LOST, USER_ERROR, UserError, printable
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.ranks import Job, meeting_point, steps_taken
 from support.runs import step_rows
@@ -254,20 +254,20 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 def test_what_is_gathered_is_plain_data(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against data that arrives as something else than was sent, and against a traceback over what is not data."""
-    cpu = torch.device("cpu")
-    prove_membership(secrets.token_bytes(32), 0, 1, cpu)
+    world = World(0, 1, torch.device("cpu"), 1)
+    prove_membership(secrets.token_bytes(32), world)
     value = {"a": [1, 2.5, None, True, float("inf")], "Φ\x00\ud800": {"b": "c" * 100_000}}
-    assert gather_json(value, 1, cpu) == [value]
+    assert world.gather(value) == [value]
     for unfit in ({1: "a"}, [{"a": {2: 3}}], {1, 2}, torch.zeros(1)):
         with pytest.raises(TypeError):
-            gather_json(unfit, 1, cpu)
-    monkeypatch.setattr("pipeline.cluster.exchange.LARGEST", 1000)
+            world.gather(unfit)
+    monkeypatch.setattr("pipeline.cluster.world.LARGEST", 1000)
     with pytest.raises(UserError, match="a message must have 1 to 1000 bytes, got one of 2002 bytes from rank 0"):
-        gather_json("x" * 2000, 1, cpu)
+        world.gather("x" * 2000)
     for sent in (b"\x80\x04K\x01.", b"[" * 900, b"nul", b"\xff"):
-        monkeypatch.setattr("pipeline.cluster.exchange.json.dumps", lambda value, sent=sent: _Bytes(sent))
+        monkeypatch.setattr("pipeline.cluster.world.json.dumps", lambda value, sent=sent: _Bytes(sent))
         with pytest.raises(UserError, match="a message must be JSON, got b'.*from rank 0"):
-            gather_json(None, 1, cpu)
+            world.gather(None)
 
 
 class _Bytes:

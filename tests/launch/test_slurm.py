@@ -126,7 +126,7 @@ def test_a_job_on_one_node_listens_on_loopback_alone(cluster: Cluster, tmp_path:
         shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "pipeline" / "train.py").write_text(
         "import json, psutil\n"
-        "from pipeline.cluster.world import disconnect, init_world\n"
+        "from pipeline.cluster.rendezvous import disconnect, init_world\n"
         "world = init_world()\n"
         "found = psutil.Process().net_connections('inet')\n"
         "addresses = [each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN]\n"

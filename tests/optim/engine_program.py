@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.cluster.world import World, disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
+from pipeline.cluster.world import World
 from pipeline.config import config_from_dict
 from pipeline.optim import engine as under_test
 from pipeline.optim.engine import build_engine, deepspeed_config, micro_batches, optimizer_step, set_learning_rate

@@ -20,7 +20,8 @@ from pipeline.checkpoint import step_folder
 from pipeline.checkpoint.loading import load, newest_intact
 from pipeline.checkpoint.saver import Saver
 from pipeline.cluster.agreement import Agreement
-from pipeline.cluster.world import World, disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
+from pipeline.cluster.world import World
 from pipeline.config import Config, config_from_dict
 from pipeline.models.common.vit import ViTLayout
 from pipeline.models.deit import DeiT

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.cluster.world import World, disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
+from pipeline.cluster.world import World
 from pipeline.config import Config, load_config
 from pipeline.errors import UserError
 from pipeline.models import create_model, model_entry

@@ -84,7 +84,7 @@ PROGRAM = """
 import re, resource, sys
 from pathlib import Path
 from pipeline.config import load_config
-from pipeline.cluster.world import init_world
+from pipeline.cluster.rendezvous import init_world
 from pipeline.planning.memory import Subject, largest_micro_batch
 from pipeline.training.micro_batch import choose_micro_batch, try_step
 world, config = init_world(), load_config(sys.argv[1])

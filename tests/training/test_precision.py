@@ -21,7 +21,7 @@ from support.runs import step_rows
 CPU = torch.device("cpu")
 NATIVE, WHY = native_bf16(CPU)
 CHOICE = """
-from pipeline.cluster.world import disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.step.precision import choose_precision
 world = init_world()
 choice = choose_precision(ASKED, None, world)

@@ -91,7 +91,7 @@ def test_operators_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ZERO_3 = """
 import torch, deepspeed
-from pipeline.cluster.world import disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.models import create_model
 
 world = init_world()
