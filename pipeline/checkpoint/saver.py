@@ -9,15 +9,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from pipeline.checkpoint.folder import FOLDER, SAVING, latest_step, publish, remove_old, step_folder
-from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, FileRecord, OptimizerState, RunState
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, FileRecord, RunState
 from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.rank_slices import bytes_of_all, optimizer_state, saved_tensors
 from pipeline.cluster.agreement import Agreed, Agreement
@@ -39,13 +39,9 @@ class _Saving:
     """A checkpoint in progress."""
 
     folder: Path  # hidden until it is published
-    state: RunState
-    shapes: dict[str, list[int]]
-    optimizer_state: list[OptimizerState]
-    bytes: int  # of all ranks' files, about
-    done: bool = False  # this rank's file is on disk, or it has none
+    manifest: CheckpointManifest  # without files
     record: FileRecord | None = None  # of this rank's file
-    error: str | None = None  # why it could not be written
+    done: bool = False  # that is on disk, or there is none
 
 
 class Saver:
@@ -53,9 +49,8 @@ class Saver:
 
     Each rank copies its slices (:func:`~pipeline.checkpoint.rank_slices.rank_slices`) to host memory, and a thread writes them to a file in a
     hidden folder. When the ranks agree that every file is on disk, rank 0 writes the manifest and renames the folder. A crash
-    in between leaves a hidden folder, which the next start removes.
-
-    A failed write is retried for ``checkpoint.retry_seconds``; then all ranks stop with the reason.
+    in between leaves a hidden folder, which the next start removes. A failed write is retried for ``checkpoint.retry_seconds``; then all
+    ranks stop with the reason.
 
     Args:
         config: retention, and how long a write is retried.
@@ -83,7 +78,7 @@ class Saver:
         self._saving: _Saving | None = None
         self._thread: threading.Thread | None = None
         self._publishing: threading.Thread | None = None
-        self._publish_error: str | None = None
+        self._error: str | None = None  # why this rank has given up writing
         self._given_up = threading.Event()  # another rank cannot write: retries are pointless
         self.started = 0
         self.stall_seconds = 0.0
@@ -96,19 +91,30 @@ class Saver:
     @property
     def failed(self) -> bool:
         """Whether this rank has given up writing."""
-        return (self._saving is not None and self._saving.error is not None) or self._publish_error is not None
+        return self._error is not None
 
     def save(self, engine: Engine, ema: WeightAverage | None, state: RunState) -> None:
         """Start a save between two steps; an earlier one is completed first. Collective."""
         began = time.perf_counter()
         self.finish()
         folder = self._run_dir / FOLDER / f"{SAVING}{state.step:08d}-{self._token}"
+        path, needed = folder / f"part-{self._world.rank:05d}.safetensors", bytes_of_all(engine, ema, self._world)
         tensors = self._copies.take(saved_tensors(engine, ema, self._world))  # the thread no longer reads the previous copies
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
-        self._saving = saving = _Saving(folder, state, shapes, optimizer_state(engine), bytes_of_all(engine, ema, self._world))
+        manifest = CheckpointManifest(state, shapes, [], optimizer_state(engine))
+        self._saving = saving = _Saving(folder, manifest, done=not tensors)
         self.started += 1
-        self._thread = threading.Thread(target=self._write, args=(saving, tensors), name="checkpoint", daemon=True)
-        self._thread.start()
+
+        def write() -> None:
+            if self._given_up.is_set():
+                raise InterruptedError(errno.EINTR, "another rank cannot write its part")
+            folder.mkdir(parents=True, exist_ok=True)
+            check_space(folder, needed)  # a partial checkpoint would take the space that the log needs
+            saving.record = write_part(path, tensors)
+            saving.done = True
+
+        if tensors:
+            self._thread = self._start(path, write)
         self.stall_seconds = time.perf_counter() - began
 
     def settle(self, agreed: Agreed) -> None:
@@ -120,7 +126,11 @@ class Saver:
         if agreed.save_failed:
             self._fail_on_all()
         if self._saving and agreed.written >= self.started:
-            self._complete()
+            saving, self._saving = self._saving, None
+            records = self._world.gather(asdict(saving.record) if saving.record else None)
+            if self._world.is_main:
+                files = [FileRecord(**fields) for fields in records if fields]
+                self._publish(saving.folder, replace(saving.manifest, files=files))
 
     def finish(self) -> None:
         """Wait until the last save is published. Collective."""
@@ -130,23 +140,21 @@ class Saver:
         while self._agreement.ask(self._publishing is not None and self._publishing.is_alive()):
             self._wait()
         self._publishing = None
-        if self._agreement.ask(self._publish_error is not None):
+        if self._agreement.ask(self.failed):
             self._fail_on_all()
 
     def _fail_on_all(self) -> NoReturn:
         """Abandon the save on every rank, with the message of the first that could not write. Collective."""
-        reason = self._saving.error if self._saving and self._saving.error else self._publish_error
+        reason = self._error
         self._given_up.set()
         if self._thread:
             self._thread.join(_LAST_ATTEMPT)
         reasons = [text for text in self._world.gather(reason) if text]
         if self._saving and self._world.is_main:  # frees the space
             shutil.rmtree(self._saving.folder, ignore_errors=True)
-        self._saving = self._publish_error = None
+        self._saving = self._error = None
         newest = latest_step(self._run_dir)
-        resumes = (
-            "starts again: it has no checkpoint yet" if newest is None else f"resumes from its checkpoint of step {newest}"
-        )
+        resumes = f"resumes from its checkpoint of step {newest}" if newest else "starts again: it has no checkpoint yet"
         remedy = f"free some space or restore the folder, then give the same command again; the run {resumes}"
         raise UserError(reasons[0], remedy)
 
@@ -154,42 +162,12 @@ class Saver:
         self._waiting()
         time.sleep(0.005)  # short against a save, and no load on the CPU
 
-    def _complete(self) -> None:
-        saving, self._saving = self._saving, None
-        assert saving and saving.done  # it is written everywhere
-        gathered = self._world.gather(asdict(saving.record) if saving.record else None)
-        records = [FileRecord(**fields) for fields in gathered if fields]
-        if self._world.is_main:
-            manifest = CheckpointManifest(saving.state, saving.shapes, records, saving.optimizer_state)
-            self._publishing = threading.Thread(target=self._publish, args=(saving.folder, manifest), daemon=True)
-            self._publishing.start()
-
-    def _write(self, saving: _Saving, tensors: dict[str, Tensor]) -> None:
-        """Thread: write this rank's file, with retries."""
-        path = saving.folder / f"part-{self._world.rank:05d}.safetensors"
-
-        def attempt() -> FileRecord:
-            if self._given_up.is_set():
-                raise InterruptedError(errno.EINTR, "another rank cannot write its part")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            check_space(path.parent, saving.bytes)  # a partial checkpoint would take the space that the log needs
-            return write_part(path, tensors)
-
-        began = time.monotonic()
-        try:
-            if tensors:
-                saving.record = self._persist(attempt, path)
-            saving.done = True
-        except OSError as error:
-            saving.error = f"{path} could not be written for {time.monotonic() - began:.0f} s ({disk_reason(path, error)})"
-        except Exception as error:  # whatever it is, the other ranks must learn of it: they wait for this file
-            saving.error = f"{path} could not be written ({type(error).__name__}: {error})"
-
     def _publish(self, folder: Path, manifest: CheckpointManifest) -> None:
-        """Thread of rank 0: write the manifest, rename the folder, apply retention."""
+        """On rank 0: write the manifest, rename the folder, apply retention."""
         state, target = manifest.state, step_folder(self._run_dir, manifest.state.step)
+        best = state.best["step"] if state.best and self._config.keep_best else None
 
-        def attempt() -> None:
+        def rename() -> None:
             if folder.exists() or not target.exists():  # else an earlier attempt renamed it and failed later
                 replace_text(folder / MANIFEST, manifest.to_text())
                 sync_folder(folder)
@@ -199,21 +177,32 @@ class Saver:
         def clear() -> None:
             remove_old(self._run_dir, state.step, self._config.keep_last, best, self._config.keep_every_steps)
 
-        best = state.best["step"] if state.best and self._config.keep_best else None
-        try:
-            self._persist(attempt, target)
-            self._persist(clear, target.parent)
-        except OSError as error:
-            self._publish_error = f"{error.filename or target} could not be written or renamed ({disk_reason(target, error)})"
-        except Exception as error:
-            self._publish_error = f"{target} could not be completed ({type(error).__name__}: {error})"
+        self._publishing = self._start(target, rename, clear)
 
-    def _persist(self, attempt: Callable[[], Any], path: Path) -> Any:
-        """Retry an attempt that fails with an ``OSError``, for ``retry_seconds``."""
+    def _start(self, path: Path, *actions: Callable[[], None]) -> threading.Thread:
+        """Start a thread that takes actions, by which a path is written."""
+
+        def run() -> None:
+            began = time.monotonic()
+            try:
+                for action in actions:
+                    self._retry(action, path)
+            except OSError as error:
+                seconds = time.monotonic() - began
+                self._error = f"{path} could not be written for {seconds:.0f} s ({disk_reason(path, error)})"
+            except Exception as error:  # whatever it is, the other ranks must learn of it: they wait for this one
+                self._error = f"{path} could not be written ({type(error).__name__}: {error})"
+
+        thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        thread.start()
+        return thread
+
+    def _retry(self, action: Callable[[], None], path: Path) -> None:
+        """Repeat an action that fails with an ``OSError``, for ``retry_seconds``."""
         deadline, pause, warned = time.monotonic() + self._config.retry_seconds, _FIRST_PAUSE, False
         while True:
             try:
-                return attempt()
+                return action()
             except OSError as error:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -234,13 +223,13 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
+        self._layout: dict[str, tuple] = {}
 
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Contiguous copies of tensors on the CPU or one GPU, with the same names; this overwrites the previous copies."""
-        before, now = (
-            [(name, tensor.shape, tensor.dtype) for name, tensor in held.items()] for held in (self._copies, tensors)
-        )
-        if before != now:
+        layout = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        if layout != self._layout:
+            self._layout = layout
             self._copies.clear()  # frees their memory before the new allocation
             self._copies.update(_allocate(tensors))
         for name, tensor in tensors.items():
