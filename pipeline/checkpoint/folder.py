@@ -70,13 +70,10 @@ def locate(path: Path) -> tuple[Path, int | None]:
 
 
 def find_step(run_dir: Path, step: int | str | None = None) -> int:
-    """The step of an existing checkpoint.
+    """The step of an existing checkpoint, else a ``UserError``.
 
     Args:
         step: None: the newest; ``best``: the one with the best top-1, as the newest readable one records; else this one.
-
-    Raises:
-        UserError: there is no such checkpoint.
     """
     steps = saved_steps(run_dir)
     if not steps:
@@ -90,11 +87,7 @@ def find_step(run_dir: Path, step: int | str | None = None) -> int:
 
 
 def find_checkpoint(path: Path, step: int | str | None = None) -> tuple[Path, int]:
-    """The run folder and step of the checkpoint that a command's path and ``--step`` select: :func:`locate` and :func:`find_step`.
-
-    Raises:
-        UserError: there is none, or path and step name different ones.
-    """
+    """The run folder and step that a command's path and ``--step`` select: :func:`locate` and :func:`find_step`, which must agree."""
     run_dir, named = locate(path)
     found = find_step(run_dir, named if step is None else step)
     if named is not None and found != named:

@@ -118,10 +118,8 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
 
 
 def _unreadable(error: OSError) -> UserError:
-    return UserError(
-        f"{error.filename or 'a checkpoint'} cannot be read on {socket.gethostname()} ({error.strerror})",
-        "check its file system, then give the same command again",
-    )
+    problem = f"{error.filename or 'a checkpoint'} cannot be read on {socket.gethostname()} ({error.strerror})"
+    return UserError(problem, "check its file system, then give the same command again")
 
 
 @torch.no_grad()

@@ -188,12 +188,7 @@ _VALID = TypeAdapter(CheckpointManifest)
 
 
 def open_own(path: Path) -> BinaryIO:
-    """Open a checkpoint's file for reading. Named pipes, which block, and symbolic links, which lead elsewhere, are refused.
-
-    Raises:
-        UserError: it is not a regular file.
-        OSError: it does not exist or cannot be read.
-    """
+    """Open a checkpoint's file for reading. Pipes, which block, and symbolic links, which lead elsewhere, raise a ``UserError``."""
     if path.is_symlink():
         raise UserError(f"{path} is a symbolic link and must be a regular file", "restore the file")
     try:
@@ -210,7 +205,7 @@ def folder_name(step: int) -> str:
 
 
 def checksum(path: Path) -> FileRecord:
-    """Name, size and XXH3-128 of a file as it is now; errors as of :func:`open_own`."""
+    """Name, size and XXH3-128 of a file as it is now."""
     digest, size = xxhash.xxh3_128(), 0
     with open_own(path) as file:
         while chunk := file.read(_CHUNK):

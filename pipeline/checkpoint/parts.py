@@ -40,7 +40,6 @@ class Entry(NamedTuple):
 
 
 def optimizer_quantity(state: str) -> str:
-    """The quantity of an optimizer's state, such as ``optimizer.exp_avg``."""
     return f"optimizer.{state}"
 
 
@@ -82,12 +81,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def read_headers(folder: Path, files: Iterable[FileRecord]) -> list[Entry]:
-    """Read which tensors some files of a checkpoint hold.
-
-    Raises:
-        safetensors.SafetensorError: a file is not a safetensors file.
-        OSError: a file cannot be read.
-    """
+    """Read which tensors some files of a checkpoint hold; a ``SafetensorError`` or ``OSError`` if one cannot be read."""
     entries = []
     for record in files:
         with safe_open(folder / record.name, framework="pt") as file:
@@ -98,16 +92,10 @@ def read_headers(folder: Path, files: Iterable[FileRecord]) -> list[Entry]:
 
 
 class SliceReader:
-    """Reads slices from the files of a checkpoint, however it was sharded when it was saved.
+    """Reads slices from the intact files of a checkpoint, however it was sharded when it was saved.
 
-    A file is opened, and mapped into memory, when something is read from it; it must be intact
-    (:func:`~pipeline.checkpoint.manifest.find_damage`).
-
-    Args:
-        entries: of all files of the folder (:func:`read_headers`).
-
-    Attributes:
-        opened: the files that have been opened so far, by name.
+    ``entries`` are those of all files of the folder (:func:`read_headers`). A file is opened, and mapped into memory, when something is
+    read from it.
 
     Raises:
         ValueError: a file has a tensor that does not belong in a checkpoint.
@@ -115,7 +103,7 @@ class SliceReader:
 
     def __init__(self, folder: Path, entries: Iterable[Entry]) -> None:
         self._folder = folder
-        self.opened: dict[str, Any] = {}
+        self.opened: dict[str, Any] = {}  # files by name
         self._slices: dict[tuple[str, str], list[tuple[int, Entry]]] = defaultdict(list)
         for entry in entries:
             quantity, name, start = entry.key.split("/")
@@ -127,7 +115,7 @@ class SliceReader:
 
     @property
     def quantities(self) -> set[str]:
-        """Everything that is there of any parameter or buffer."""
+        """What is there of any parameter or buffer."""
         return {quantity for quantity, _ in self._slices}
 
     def _file(self, name: str) -> Any:
@@ -149,14 +137,7 @@ class SliceReader:
         return {name for name, dtype in dtypes.items() if dtype.startswith(("F", "BF"))}
 
     def read(self, quantity: str, name: str, start: int, count: int) -> Tensor:
-        """Read elements ``start`` to ``start + count`` of a flattened tensor, joined from as many slices as needed.
-
-        Returns:
-            (count,)
-
-        Raises:
-            KeyError: some of them are in no file.
-        """
+        """Read elements ``start`` to ``start + count`` of a flattened tensor, (count,); a ``KeyError`` if some are in no file."""
         slices = self._slices.get((quantity, name), [])
         found, at = [], start
         first = max(0, bisect_right([begin for begin, _ in slices], start) - 1)
@@ -179,14 +160,11 @@ class SliceReader:
 
 
 def find_gaps(folder: Path, manifest: CheckpointManifest, entries: list[Entry] | None = None) -> list[str]:
-    """Find what is missing, duplicated or unknown in files whose checksums are right, by their headers alone,
-    which are read where ``entries`` are not given.
+    """Find what is missing, duplicated or unknown in files whose checksums are right: a sentence for each quantity of a parameter or
+    buffer that is not covered exactly once.
 
     Every parameter needs its weight, and what the manifest says that the optimizer keeps for it. An average exists for all parameters
-    or for none, and for all buffers of floating point or for none.
-
-    Returns:
-        A sentence for each quantity of a parameter or buffer that is not covered exactly once.
+    or for none, and for all buffers of floating point or for none. Headers are read where ``entries`` are not given.
     """
     try:
         reader = SliceReader(folder, entries or read_headers(folder, manifest.files))
@@ -210,9 +188,8 @@ def find_gaps(folder: Path, manifest: CheckpointManifest, entries: list[Entry] |
     sentences += [f"{folder}: buffer {name} is there {len(found)} times" for name, found in buffers.items() if len(found) != 1]
     if averages and averages.keys() != (floating := reader.floating_buffers()):
         name = min(averages.keys() ^ floating)
-        sentences.append(
-            f"{folder}: buffer {name} has {'an average, but is not there' if name in averages else 'no average, others have'}"
-        )
+        problem = "an average, but is not there" if name in averages else "no average, others have"
+        sentences.append(f"{folder}: buffer {name} has {problem}")
     for name in averages.keys() & buffers.keys():
         if problem := _problem(averages[name], buffers[name][0][1]):
             sentences.append(f"{folder}: the average of buffer {name} {problem}")

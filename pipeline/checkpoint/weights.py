@@ -31,11 +31,7 @@ class SavedWeights:
     default: Kind = "model"  # when none is asked for; see read_weights
 
     def choose(self, kind: Kind | None = None) -> dict[str, Tensor]:
-        """The weights of ``kind``, ``model`` or ``ema``; None: the default.
-
-        Raises:
-            UserError: the run kept no average, or the weights are not finite.
-        """
+        """The weights of ``kind``, None: the default; a ``UserError`` if the run kept no average, or they are not finite."""
         kind = kind or self.default
         chosen = self.ema if kind == "ema" else self.model
         if chosen is None:

@@ -19,11 +19,7 @@ _RANKS_PER_CALL = 256  # up to which every call of an exchange reaches the other
 
 
 def do_in_main(action: Callable[[], Result], world: World) -> Result | None:
-    """Run an action, such as writing a file, on rank 0 alone while the others wait; None elsewhere. Collective.
-
-    Raises:
-        UserError: on every rank, if the action raised one.
-    """
+    """Run an action on rank 0 alone while the others wait; None elsewhere. Its ``UserError`` is raised on every rank. Collective."""
     result = failure = None
     if world.is_main:
         try:
@@ -35,11 +31,7 @@ def do_in_main(action: Callable[[], Result], world: World) -> Result | None:
 
 
 def raise_on_all(error: UserError | None, world: World) -> None:
-    """Raise on every rank if any rank has an error. Collective.
-
-    Raises:
-        UserError: the message of the lowest rank that has one.
-    """
+    """Raise a ``UserError`` on every rank if any rank has one, with the message of the lowest that has. Collective."""
     failed = torch.tensor(float(error is not None), device=world.device)
     if world.sum(failed):  # rare: gathering objects is slow
         raise next(UserError(sentence) for sentence in world.gather(str(error) if error else None) if sentence)
@@ -63,12 +55,8 @@ class Agreement:
     gloo's ring passes a status on 2 (N - 1) times, one after the other, at about 40 µs each. From 512 ranks on only every second
     call starts an all-reduce, at 1,024 every fourth, so that steps of 20 ms still do not wait for it.
 
-    Args:
-        timeout: seconds that an exchange may wait for a rank.
-        every: calls from one all-reduce to the next; None: by the number of ranks.
-
     Raises:
-        UserError: the ranks cannot reach each other.
+        UserError: the ranks cannot reach each other; an exchange waits for one for ``timeout`` seconds.
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT, every: int | None = None) -> None:

@@ -85,7 +85,7 @@ _VALID = TypeAdapter(Beat)  # anyone who reaches the store may have written the 
 class Verdict:
     """Why the run ends."""
 
-    sentence: str
+    message: str  # the sentence
     exit_code: int = RANK_LOST
     hanging: tuple[int, ...] = ()  # ranks that are alive and should print where they hang
 

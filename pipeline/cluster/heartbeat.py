@@ -1,10 +1,10 @@
 """Exchange heartbeats between the ranks: when one is lost or hangs, all others name it and exit.
 
-Once per second each rank writes a heartbeat with its position under its own key in the job's key-value store. Rank 0, which
-hosts the store, reads all of them, runs the failure detector (``lost_ranks``) and writes its verdict, in its own heartbeat, which
-the others read. So N ranks make about 3 N small requests per second, all name the same culprit, and only rank 0 itself must be
-judged by the others: it is lost if its heartbeats stop, its store does not answer, or the connection to it closes. An error that
-NCCL's watchdog has noted (``cluster/nccl.py``) travels in the heartbeat.
+Once per second each rank writes a heartbeat with its position, and with an error that NCCL's watchdog has noted, under its own key in
+the job's key-value store. Rank 0, which hosts the store, reads all of them, runs the failure detector (``lost_ranks``) and writes its
+verdict, in its own heartbeat, which the others read. So N ranks make about 3 N small requests per second, all name the same culprit,
+and only rank 0 itself must be judged by the others: it is lost if its heartbeats stop, its store does not answer, or the connection to
+it closes.
 
 Time from the fault to the exit of all other ranks: at most ``silence_timeout`` + 10 s (typically + 3 s); 15 s if a collective
 failed; 5 s if the rank could report its own error. If a rank hangs, ``progress_timeout`` + 10 s after the last one stopped
@@ -69,11 +69,7 @@ class Heartbeat:
                 threading.Thread(target=self._watch, name="heartbeat-watch", daemon=True).start()
 
     def at(self, step: int, doing: str) -> None:
-        """Report progress; every call counts, even with equal arguments. Does no I/O.
-
-        Args:
-            doing: the phase, as the message names it: "reading data", "training", "evaluating", "saving".
-        """
+        """Report progress; every call counts, even with equal arguments. ``doing`` is named in messages. Does no I/O."""
         last_step, _, calls = self._place
         self._place = (step, doing, calls + 1 if step == last_step else 0)
 
@@ -82,11 +78,7 @@ class Heartbeat:
         self.at(self._place[0], doing)
 
     def failed(self, error: BaseException) -> NoReturn:
-        """After a collective failed: wait until the lost rank is known, name it, exit with ``RANK_LOST``.
-
-        Raises:
-            BaseException: ``error`` itself, if the world size is one.
-        """
+        """After a collective failed: wait until the lost rank is known, name it, exit with ``RANK_LOST``; alone raise the error."""
         if self._size == 1:
             raise error
         self._end = (Status.BROKEN, _first_line(error), RANK_LOST)
@@ -99,9 +91,7 @@ class Heartbeat:
     def leave(self, error: str | None = None, exit_code: int = RANK_LOST) -> None:
         """Announce that this rank exits. Rank 0 waits until all others have left, since it hosts the store.
 
-        Args:
-            error: the message of what ends it, for the others to repeat; None for a normal end.
-            exit_code: for the other ranks after an error; ``USER_ERROR`` if a restart cannot help.
+        After an error, its message and an exit code are for the others; ``USER_ERROR`` if a restart cannot help.
         """
         if self._size == 1:
             return
@@ -128,12 +118,12 @@ class Heartbeat:
 
     def _beat(self, number: int, verdict: Verdict | None = None) -> Beat:
         (step, doing, calls), (status, message, exit_code) = self._place, self._end
-        hanging: tuple[int, ...] = ()
         if status is Status.RUNNING and (reported := nccl.failure()):
             status, message = Status.BROKEN, reported  # the main thread waits for the GPU and never learns of it
-        if verdict:
-            status, message, exit_code, hanging = Status.VERDICT, verdict.sentence, verdict.exit_code, verdict.hanging
-        return Beat(self._rank, self._host, os.getpid(), number, step, doing, calls, status, message, exit_code, hanging)
+        beat = Beat(self._rank, self._host, os.getpid(), number, step, doing, calls, status, message, exit_code)
+        if verdict is None:
+            return beat
+        return beat._replace(status=Status.VERDICT, **vars(verdict))
 
     def _talk(self) -> None:
         """Thread: exchange heartbeats until the run ends."""
@@ -180,7 +170,7 @@ class Heartbeat:
             self._pause()
 
     def _observe(self, judge: Judge, beats: list[Beat]) -> None:
-        """The store has answered: pass the heartbeats, and the time since the last ones, to the failure detector."""
+        """The store has answered."""
         self._unanswered = 0.0
         self._read_at, before = time.monotonic(), self._read_at
         judge.observe(beats, min(self._read_at - before, 2 * BEAT))  # any more: this process itself was suspended
@@ -219,7 +209,7 @@ class Heartbeat:
         """Print the first verdict, unless the main thread is about to print its own error."""
         with self._judging:
             if self._verdict is None and self._end[0] is not Status.ENDED:
-                print_now(f"error: {verdict.sentence}")
+                print_now(f"error: {verdict.message}")
             self._verdict = self._verdict or verdict
 
     def _finish(self, verdict: Verdict) -> None:
@@ -230,7 +220,7 @@ class Heartbeat:
         verdict = self._verdict or verdict  # the first one
         if self.on_loss:
             with suppress(Exception):  # the exit matters
-                self.on_loss(verdict.sentence, max(0, self._place[0] - 1))
+                self.on_loss(verdict.message, max(0, self._place[0] - 1))
         if self._run_folder:
             nccl.write_flight_record(self._run_folder, self._rank)
         if self._rank in verdict.hanging:

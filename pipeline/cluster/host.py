@@ -95,11 +95,7 @@ def _cpus_in(file: Path) -> set[int]:
 
 
 def gpu_is_usable() -> bool:
-    """Whether PyTorch finds a GPU. A GPU that it cannot use is an installation error, not a request to train on the CPU.
-
-    Raises:
-        UserError: there is a driver, the user has not hidden the GPUs, and PyTorch or DALI cannot use it.
-    """
+    """Whether PyTorch finds a GPU. One that it or DALI cannot use, and that the user has not hidden, is an error of the installation."""
     with warnings.catch_warnings(record=True) as caught:  # PyTorch warns of what follows in its own words
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
@@ -119,10 +115,8 @@ def no_gpu_found(supported: int, cuda: str | None, warning: str = "") -> UserErr
     if supported and supported // 1000 < int(cuda.partition(".")[0]):
         return _too_old(name, cuda, supported)
     reason = re.split(r"\.\s|, e\.g\.|\n", warning)[0]
-    return _no_gpu(
-        f"{name} for CUDA {cuda} finds no GPU{f' ({reason})' if reason else ''}",
-        "check whether nvidia-smi lists one and what CUDA_VISIBLE_DEVICES is set to",
-    )
+    remedy = "check whether nvidia-smi lists one and what CUDA_VISIBLE_DEVICES is set to"
+    return _no_gpu(f"{name} for CUDA {cuda} finds no GPU{f' ({reason})' if reason else ''}", remedy)
 
 
 def check_dali(supported: int) -> None:

@@ -14,13 +14,12 @@ from pipeline.config import DistributedConfig
 
 BROKEN_SILENCE_LIMIT = 5.0  # seconds; the minimum of silence_timeout, which it replaces once a collective has failed
 _AGAIN = "then start the same command again, it resumes from the newest checkpoint."
+_CAUSE = f"find the cause on its node (its log, dmesg, the network), {_AGAIN}"
 
 
-def connection_lost(first: Beat, how: str) -> Verdict:
-    """The verdict that rank 0, which hosts the store, is unreachable; ``how`` it was noticed follows the rank's name."""
-    return Verdict(
-        f"{first.who} {how}; its last heartbeat came from {first.place}: find the cause on its node (its log, dmesg, the network), {_AGAIN}"
-    )
+def connection_lost(lost: Beat, how: str) -> Verdict:
+    """The verdict that a rank was cut off; ``how`` it was noticed follows the rank's name."""
+    return Verdict(f"{lost.who} {how}; its last heartbeat came from {lost.place}: {_CAUSE}")
 
 
 class Judge:
@@ -81,19 +80,15 @@ class Judge:
         # Ranks of one node fall silent together, but the detector reads them up to a few beats apart: above 0.6 is "together".
         others = [beat.rank for beat in watched if beat is not worst and self._silent[beat.rank] > 0.6 * seconds]
         also = f" (and so did {name_ranks(others)})" if others else ""
-        return Verdict(
-            f"{worst.who} sent no heartbeat for {seconds:.0f} s{also}; its last heartbeat came from {worst.place}: find the cause on its node "
-            f"(its log, dmesg, the network), {_AGAIN}"
-        )
+        return connection_lost(worst, f"sent no heartbeat for {seconds:.0f} s{also}")
 
     def _hanging(self) -> Verdict | None:
         """All ranks are alive but none makes progress. Those that wait for the hung rank got further than it did."""
         running = self._with(Status.RUNNING)
         if not running or min(self._still[beat.rank] for beat in running) < self._config.progress_timeout:
             return None
-        return self._behind(
-            f"has made no progress for {{seconds:.0f}} s (distributed.progress_timeout {self._config.progress_timeout:g})"
-        )
+        limit = f"distributed.progress_timeout {self._config.progress_timeout:g}"
+        return self._behind(f"has made no progress for {{seconds:.0f}} s ({limit})")
 
     def _broken_for_no_reason(self) -> Verdict | None:
         """A collective failed, but all ranks are alive: it timed out, or the network between two of them is cut."""
@@ -110,13 +105,10 @@ class Judge:
         far = max(running, key=lambda beat: place[beat.rank])
         what = what.format(seconds=self._still[last.rank])
         if len(running) > 1 and place[far.rank] == place[last.rank]:
-            return Verdict(
-                f"{last.who} {what}, like all the others: at {last.place}, none is ahead, so the fault lies between them "
-                f"(network, driver) or in something they all wait for; see the traceback, {_AGAIN}",
-                hanging=(last.rank,),
-            )
-        others = f", while rank {far.rank} waits at {far.place}" if far is not last else ""
-        return Verdict(
-            f"{last.who} {what}: it is at {last.place}{others}; see its traceback, or raise the limit if it was merely slow, {_AGAIN}",
-            hanging=(last.rank,),
-        )
+            where = f", like all the others: at {last.place}, none is ahead, so the fault lies between them"
+            todo = "(network, driver) or in something they all wait for; see the traceback"
+        else:
+            others = f", while rank {far.rank} waits at {far.place}" if far is not last else ""
+            where = f": it is at {last.place}{others};"
+            todo = "see its traceback, or raise the limit if it was merely slow"
+        return Verdict(f"{last.who} {what}{where} {todo}, {_AGAIN}", hanging=(last.rank,))

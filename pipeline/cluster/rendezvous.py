@@ -130,12 +130,9 @@ def disconnect() -> None:
 def connect(world: World, timeout: timedelta) -> None:
     """Create the default process group; every rank proves that it knows the job's secret. Collective.
 
-    Args:
-        timeout: of the rendezvous, and of every later collective.
-
     Raises:
         UserError: there is no secret, or a rank does not know it.
-        NotConnected: a rank could not be reached within ``timeout``.
+        NotConnected: a rank could not be reached within ``timeout``, which every later collective has, too.
     """
     backend, rank, size = "nccl" if world.device.type == "cuda" else "gloo", world.rank, world.size
     on_one_machine = size == 1 or _written_as_loopback(os.environ["MASTER_ADDR"])
@@ -167,20 +164,14 @@ def store_client(timeout: float) -> dist.TCPStore:
 
 
 def prove_membership(secret: bytes, world: World) -> None:
-    """Challenge and response: each rank signs fresh random numbers of all ranks, which does not reveal the secret. Collective.
-
-    Raises:
-        UserError: a rank does not know the secret.
-    """
+    """Challenge and response: each rank signs fresh random numbers of all ranks, which does not reveal the secret. Collective."""
     numbers = world.gather(secrets.token_hex(16))
     challenge = hashlib.sha256(str(numbers).encode()).hexdigest()  # the numbers themselves would be signed N times by N ranks
     for other, proof in enumerate(world.gather(_proof(secret, world.rank, challenge))):
         if not (isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, _proof(secret, other, challenge))):
-            raise UserError(
-                f"the process that came as rank {other} must know the secret of this job and does not",
-                "start all processes with one launcher, and if you did, see the repository's docs/security.md, "
-                "a stranger can reach this port",
-            )
+            docs = "see the repository's docs/security.md, a stranger can reach this port"
+            problem = f"the process that came as rank {other} must know the secret of this job and does not"
+            raise UserError(problem, f"start all processes with one launcher, and if you did, {docs}")
 
 
 def _proof(secret: bytes, rank: int, challenge: str) -> str:

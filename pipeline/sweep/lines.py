@@ -87,14 +87,11 @@ class Sweep:
 
 
 def read_sweep(file: Path, words: Sequence[str] = (), variables: Mapping[str, str] = os.environ) -> Sweep:
-    """Read a sweep's file and check every run's config.
+    """Read a sweep's file and check every run's config; a ``UserError`` names the first mistake, with the file and the line.
 
     Args:
         words: of the command, for all runs: ``--config CONFIG`` and overrides. ``output_dir`` is the sweep's folder.
         variables: ``PERVIT_DATA`` and ``PERVIT_OUTPUT`` are ``data.path`` and the sweep's folder unless something else says them.
-
-    Raises:
-        UserError: the first mistake, with the file and the line.
     """
     try:
         text = file.read_bytes().decode("utf-8-sig")
@@ -243,11 +240,7 @@ def join_config(words: Sequence[str]) -> Iterator[str]:
 
 
 def read_words(words: Sequence[str], place: str) -> Words:
-    """Tell the config from the overrides.
-
-    Raises:
-        UserError: a word that is neither, or a key twice.
-    """
+    """Tell the config from the overrides; a ``UserError`` for a word that is neither, or a key twice."""
     config, overrides = "", []
     for word in join_config(words):
         key, _, value = word.partition("=")

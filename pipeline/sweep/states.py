@@ -16,11 +16,8 @@ LOGS = "logs"
 
 
 def check_batches(sweep: Sweep, processes: int, remedy: str = "") -> None:
-    """See that the batch of each run divides by its processes, which it would else find out after the queue.
-
-    Raises:
-        UserError: one does not; ``remedy`` is added to that of the config.
-    """
+    """See that the batch of each run divides by its processes, which it would else find out after the queue; ``remedy`` is added to
+    that of the config."""
     for run in sweep.runs:
         if isinstance(run.config.train.micro_batch_size, int):  # else it is settled when the run starts
             try:

@@ -235,7 +235,7 @@ def judged(seconds: int, beats: Callable[[int], list[Beat]]) -> tuple[int, str]:
     for second in range(seconds):
         judge.observe(beats(second), 1)
         if verdict := judge.verdict():
-            return second, verdict.sentence
+            return second, verdict.message
     return seconds, ""
 
 
