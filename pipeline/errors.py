@@ -74,3 +74,11 @@ def printable(text: str, limit: int) -> str:
         return text
     kept = "".join(c if c.isprintable() else "?" for c in text[: limit + 1])
     return kept if len(kept) <= limit else kept[: limit - 3] + "..."
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in a readable unit."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -9,14 +9,32 @@ RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. COMMAND 
 
 from __future__ import annotations
 
+import math
+import time
 from functools import partial
 from pathlib import Path
 
-from pipeline.checkpoint.folder import find_checkpoint, locate, parse_step, saved_steps, step_folder
-from pipeline.checkpoint.manifest import CheckpointManifest, find_damage
+from pipeline.checkpoint.folder import (
+    FOLDER,
+    Manifests,
+    best_text,
+    find_checkpoint,
+    locate,
+    newest_readable,
+    parse_step,
+    read_manifests,
+    reasons_to_keep,
+    saved_steps,
+    step_folder,
+)
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, find_damage
 from pipeline.command_line import command_parser, run_command
-from pipeline.errors import UserError
+from pipeline.errors import UserError, printable, size_text
 
+_NAMED = 5  # bad samples that are listed
+_LONGEST = 4000  # characters of a line
+_HASH_DIGITS = 12  # of a SHA-256, enough to tell two runs apart
+_COLUMNS = ("step", "epochs", "samples", "written", "size", "processes", "ZeRO", "kept as")
 _COMMANDS = {  # what it does, and arguments of two examples
     "inspect": ("show the checkpoints of a run", "", " --step best"),
     "verify": ("check every file against its checksum; the exit code is 1 if one is damaged", "", " --step 1000"),
@@ -30,17 +48,82 @@ _COMMANDS = {  # what it does, and arguments of two examples
 
 def inspect(path: Path, step: int | str | None) -> None:
     """Print a table of all checkpoints, and the contents of one: the one asked for, else the newest that is readable."""
-    from pipeline.checkpoint import overview
-
     run_dir, chosen = find_checkpoint(path, step)
-    manifests = overview.read_manifests(run_dir)
-    print(overview.table(run_dir, manifests), flush=True)
+    manifests = read_manifests(run_dir)
+    print(table(run_dir, manifests), flush=True)
     if step is None and locate(path)[1] is None:
-        chosen = max((n for n, manifest in manifests.items() if isinstance(manifest, CheckpointManifest)), default=chosen)
+        newest = newest_readable(manifests)
+        chosen = newest.state.step if newest else chosen
     manifest = manifests[chosen]
     if isinstance(manifest, UserError):
         raise manifest
-    print("\n" + overview.details(step_folder(run_dir, chosen), manifest))
+    print("\n" + details(step_folder(run_dir, chosen), manifest))
+
+
+def table(run_dir: Path, manifests: Manifests) -> str:
+    """One line per checkpoint, then the other folders beside them."""
+    reasons = reasons_to_keep(manifests)
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    damaged = []
+    for step, manifest in manifests.items():
+        if isinstance(manifest, UserError):
+            rows.append((str(step), *["?"] * (len(_COLUMNS) - 2), "damaged"))
+            damaged.append(str(manifest))
+        else:
+            rows.append(_row(step_folder(run_dir, step), manifest, reasons[step]))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths)) + "  " + row[-1] for row in rows]
+    return "\n".join(lines + damaged + _others(run_dir))
+
+
+def _row(folder: Path, manifest: CheckpointManifest, reason: str) -> tuple[str, ...]:
+    state = manifest.state
+    try:
+        written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / MANIFEST).stat().st_mtime))
+    except (OSError, OverflowError, ValueError):  # removed meanwhile, or a time beyond the calendar
+        written = "?"
+    epochs, size = f"{state.samples / state.data['samples']:.2f}", size_text(sum(file.bytes for file in manifest.files))
+    return (str(state.step), epochs, f"{state.samples:,}", written, size, str(state.world_size), str(state.zero_stage), reason)
+
+
+def _others(run_dir: Path) -> list[str]:
+    """Folders beside the checkpoints that are not checkpoints."""
+    meanings = {
+        ".saving-*": "is being saved, or was when the run ended",
+        ".removing-*": "is being removed, or was when the run ended",
+        ".replaced-*": "makes room for a newer one of its step, or did when the run ended",
+        "damaged-*": "was found damaged and replaced",
+    }
+    found = ((path, meaning) for pattern, meaning in meanings.items() for path in sorted((run_dir / FOLDER).glob(pattern)))
+    return [f"{path.name} {meaning}" for path, meaning in found]
+
+
+def details(folder: Path, manifest: CheckpointManifest) -> str:
+    """The state of a checkpoint, one value per line."""
+    state, data = manifest.state, manifest.state.data
+    model = state.config["model"]
+    switches = ", ".join(f"{name}={value}" for name, value in model["switches"].items())
+    parameters = sum(math.prod(shape) for shape in manifest.shapes.values())
+    others = {key: value for key, value in data.items() if key not in ("samples", "fingerprint") and value is not None}
+    rest = "".join(f", {key} {value}" for key, value in others.items())
+    shape = f"{model['num_classes']} classes, {model['image_size']} pixels"
+    lines = [
+        ("checkpoint", str(folder)),
+        ("model", f"{model['name']}, {shape}" + (switches and f", {switches}")),
+        ("parameters", f"{parameters:,} in {len(manifest.shapes)} tensors"),
+        ("step", f"{state.step} ({state.step - state.skipped_steps} taken by the optimizer, {state.skipped_steps} skipped)"),
+        ("samples seen", f"{state.samples:,}"),
+        ("processes", f"{state.world_size}, ZeRO {state.zero_stage}"),
+        ("config", state.config_hash[:_HASH_DIGITS]),
+        ("data set", f"{data['samples']:,} samples, fingerprint {str(data['fingerprint'])[:_HASH_DIGITS]}{rest}"),
+        ("best", best_text(state) or "not evaluated yet"),
+        ("bad samples", str(len(state.bad_samples))),
+        *[("", f"{number}: {sentence}") for number, sentence in list(state.bad_samples.items())[:_NAMED]],
+    ]
+    if state.evaluation_due:
+        lines.append(("evaluation", "of this step is due: the run was stopped before its end"))
+    lines += [("files" if i == 0 else "", f"{file.name}  {size_text(file.bytes)}") for i, file in enumerate(manifest.files)]
+    return "\n".join(f"{name:<14}{printable(text, _LONGEST)}" for name, text in lines)
 
 
 def verify(path: Path, step: int | str | None) -> int:
@@ -65,7 +148,6 @@ def verify(path: Path, step: int | str | None) -> int:
 
 def verify_one(folder: Path) -> list[str]:
     """Print a line for each intact file of a checkpoint; returns a sentence for each defect."""
-    from pipeline.checkpoint.overview import size_text
     from pipeline.checkpoint.parts import find_gaps
 
     print(folder)

@@ -15,16 +15,18 @@ import argparse
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from pipeline.checkpoint.manifest import CheckpointManifest, find_damage, folder_name
+from pipeline.checkpoint.manifest import CheckpointManifest, RunState, find_damage, folder_name
 from pipeline.errors import UserError
 from pipeline.files import sync_folder
 
 FOLDER = "checkpoints"
 SAVING, _REMOVING, _REPLACED = ".saving-", ".removing-", ".replaced-"  # prefixes of folders in transition
 BEST = "best"  # as a value of --step
+Manifests = dict[int, CheckpointManifest | UserError]  # by step, ascending; the error keeps one from being read
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
@@ -96,19 +98,32 @@ def find_checkpoint(path: Path, step: int | str | None = None) -> tuple[Path, in
 
 
 def _best_step(run_dir: Path, steps: list[int]) -> int:
-    for step in reversed(steps):
-        try:
-            best = CheckpointManifest.read(step_folder(run_dir, step)).state.best
-        except UserError:
-            continue  # a damaged one
-        if best is None:
-            raise UserError(f"{run_dir} has no best checkpoint, it was not evaluated yet", f"choose a step of {steps}")
-        if best["step"] in steps:
-            return best["step"]
+    manifest = newest_readable(read_manifests(run_dir))
+    if manifest is None:
+        problem = f"has no checkpoint that says which is the best, of {steps} none can be read"
+        raise UserError(f"{run_dir} {problem}", "choose one of them")
+    best = manifest.state.best
+    if best is None:
+        raise UserError(f"{run_dir} has no best checkpoint, it was not evaluated yet", f"choose a step of {steps}")
+    if best["step"] not in steps:
         problem = f"no longer has its best checkpoint, that of step {best['step']}, but those of {steps}"
         raise UserError(f"{run_dir} {problem}", "choose one of them")
-    problem = f"has no checkpoint that says which is the best, of {steps} none can be read"
-    raise UserError(f"{run_dir} {problem}", "choose one of them")
+    return best["step"]
+
+
+def read_manifests(run_dir: Path) -> Manifests:
+    """Read the manifests of all checkpoints."""
+    manifests: Manifests = {}
+    for step in saved_steps(run_dir):
+        try:
+            manifests[step] = CheckpointManifest.read(step_folder(run_dir, step))
+        except UserError as error:
+            manifests[step] = error
+    return manifests
+
+
+def newest_readable(manifests: Mapping[int, CheckpointManifest | UserError]) -> CheckpointManifest | None:
+    return next((found for found in reversed([*manifests.values()]) if isinstance(found, CheckpointManifest)), None)
 
 
 def publish(written: Path, target: Path) -> None:
@@ -159,15 +174,43 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove_old(run_dir: Path, now: int, keep_last: int, best: int | None, keep_every_steps: int | None) -> None:
-    """Retention: keep the last ``keep_last`` checkpoints up to step ``now``, the best, and multiples of ``keep_every_steps``.
+    """Remove the checkpoints up to step ``now`` that retention has no reason to keep.
 
     Later steps are kept: they exist if the user went back to an earlier checkpoint.
     """
     steps = [step for step in saved_steps(run_dir) if step <= now]
-    for step in steps[: max(0, len(steps) - keep_last)]:
-        if step == best or (keep_every_steps and step % keep_every_steps == 0):
-            continue
-        _remove(_rename(step_folder(run_dir, step), _REMOVING))
+    for step, reason in _reasons(steps, keep_last, best, keep_every_steps).items():
+        if not reason:
+            _remove(_rename(step_folder(run_dir, step), _REMOVING))
+
+
+def _reasons(steps: list[int], keep_last: int, best: int | None, every: int | None, name: str = "best") -> dict[int, str]:
+    """Retention: keep the last ``keep_last`` checkpoints, the best, which has a ``name``, and multiples of ``every``."""
+    newest, reasons = steps[-keep_last:], {}
+    for step in steps:
+        rules = {
+            f"one of the last {keep_last}": step in newest,
+            name: step == best,
+            f"multiple of {every}": every and not step % every,
+        }
+        reasons[step] = ", ".join(reason for reason, applies in rules.items() if applies)
+    return reasons
+
+
+def reasons_to_keep(manifests: Mapping[int, CheckpointManifest | UserError]) -> dict[int, str]:
+    """Step -> why retention keeps it, by the config of the newest readable checkpoint."""
+    newest = newest_readable(manifests)
+    if newest is None:
+        return {}
+    state, rules = newest.state, newest.state.config["checkpoint"]
+    best = state.best["step"] if state.best and rules["keep_best"] else None
+    reasons = _reasons(list(manifests), rules["keep_last"], best, rules["keep_every_steps"], f"best ({best_text(state)})")
+    return {step: reason or "goes with the next one" for step, reason in reasons.items()}
+
+
+def best_text(state: RunState) -> str:
+    best = state.best
+    return f"{best['top1']:.2f} % top-1 of the {best['weights']} weights at step {best['step']}" if best else ""
 
 
 def sweep(run_dir: Path) -> None:

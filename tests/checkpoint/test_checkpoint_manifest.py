@@ -17,9 +17,8 @@ import xxhash
 
 from pipeline.checkpoint import __main__ as command
 from pipeline.checkpoint import read_weights, saved_steps, step_folder
-from pipeline.checkpoint.folder import find_checkpoint, find_step, remove_old, sweep
+from pipeline.checkpoint.folder import find_checkpoint, find_step, read_manifests, remove_old, sweep
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest
-from pipeline.checkpoint.overview import read_manifests, table
 from pipeline.checkpoint.parts import write_part
 from pipeline.errors import UserError
 from support.checkpoints import save_small
@@ -95,7 +94,7 @@ def test_every_consistent_edit_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
         assert sentence.startswith(str(folder / MANIFEST)) and field in sentence, (place, value, sentence)
         assert sentence.isprintable() and len(sentence) < 400, (place, value, sentence)
         assert command.verify(tmp_path, None) == 1, (place, value)
-        assert "damaged" in table(tmp_path, read_manifests(tmp_path)), (place, value)
+        assert "damaged" in command.table(tmp_path, read_manifests(tmp_path)), (place, value)
     assert capsys.readouterr().out.count("DAMAGED") == len(EDITS)
     (folder / MANIFEST).write_text(text)
     edit(folder, lambda content: None)
@@ -146,7 +145,7 @@ def test_a_checkpoint_under_another_name_is_damage(tmp_path: Path, capsys: pytes
     for step in (4, 5):
         with pytest.raises(UserError, match="give it that name again"):
             read_weights(tmp_path, step)
-    shown = table(tmp_path, read_manifests(tmp_path))
+    shown = command.table(tmp_path, read_manifests(tmp_path))
     assert shown.count("damaged") == 2 and "is of step 4" in shown
 
     four.rename(step_folder(tmp_path, 5_000_000_000))  # more digits are a name as well

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline import plan
-from pipeline.checkpoint.overview import read_manifests
+from pipeline.checkpoint.folder import read_manifests
 from pipeline.config import Config, config_to_yaml, load_config
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS, gpu_of_driver
