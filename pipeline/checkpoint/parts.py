@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -104,19 +104,18 @@ class SliceReader:
     def __init__(self, folder: Path, entries: Iterable[Entry]) -> None:
         self._folder = folder
         self.opened: dict[str, Any] = {}  # files by name
-        self._slices: dict[tuple[str, str], list[tuple[int, Entry]]] = defaultdict(list)
+        # quantity -> name -> the slices with their starts, ascending
+        self._slices: dict[str, dict[str, list[tuple[int, Entry]]]] = defaultdict(lambda: defaultdict(list))
         for entry in entries:
             quantity, name, start = entry.key.split("/")
             if quantity != BUFFER and len(entry.shape) != 1:
                 raise ValueError(f"{entry.key} is not a slice of a flattened tensor")
-            self._slices[quantity, name].append((int(start), entry))
-        for slices in self._slices.values():
-            slices.sort()
+            insort(self._slices[quantity][name], (int(start), entry))
 
     @property
     def quantities(self) -> set[str]:
         """What is there of any parameter or buffer."""
-        return {quantity for quantity, _ in self._slices}
+        return set(self._slices)
 
     def _file(self, name: str) -> Any:
         if name not in self.opened:
@@ -125,20 +124,16 @@ class SliceReader:
 
     def slices(self, quantity: str) -> dict[str, list[tuple[int, int]]]:
         """The slices of a quantity by headers alone: name -> [(offset, count), ...], ascending."""
-        return {
-            name: [(start, math.prod(entry.shape)) for start, entry in slices]
-            for (have, name), slices in self._slices.items()
-            if have == quantity
-        }
+        found = self._slices.get(quantity, {})
+        return {name: [(start, math.prod(entry.shape)) for start, entry in slices] for name, slices in found.items()}
 
     def floating_buffers(self) -> set[str]:
         """Names of the buffers of floating point, by headers alone."""
-        dtypes = {name: slices[0][1].dtype for (have, name), slices in self._slices.items() if have == BUFFER}
-        return {name for name, dtype in dtypes.items() if dtype.startswith(("F", "BF"))}
+        return {name for name, [(_, entry), *_] in self._slices[BUFFER].items() if entry.dtype.startswith(("F", "BF"))}
 
     def read(self, quantity: str, name: str, start: int, count: int) -> Tensor:
         """Read elements ``start`` to ``start + count`` of a flattened tensor, (count,); a ``KeyError`` if some are in no file."""
-        slices = self._slices.get((quantity, name), [])
+        slices = self._slices.get(quantity, {}).get(name, [])
         found, at = [], start
         first = max(0, bisect_right([begin for begin, _ in slices], start) - 1)
         for begin, entry in slices[first:]:
@@ -153,9 +148,9 @@ class SliceReader:
 
     def read_buffer(self, name: str) -> Tensor:
         """Read a buffer in full; a ``KeyError`` if it is in no file."""
-        if (BUFFER, name) not in self._slices:
+        if name not in self._slices[BUFFER]:
             raise KeyError(f"the buffer {name}")
-        ((_, entry),) = self._slices[BUFFER, name]
+        ((_, entry),) = self._slices[BUFFER][name]
         return self._file(entry.file).get_tensor(entry.key)
 
 
