@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from pipeline.cluster import nccl
 from pipeline.cluster.beats import Beat, Board, Status, Verdict, print_now
-from pipeline.cluster.lost_ranks import BROKEN_SILENCE_LIMIT, Judge, connection_lost
+from pipeline.cluster.lost_ranks import BROKEN_SILENCE_LIMIT, Judge, connection_lost, silence_limit
 from pipeline.cluster.rendezvous import store_client
 from pipeline.cluster.world import World
 from pipeline.config import DistributedConfig
@@ -121,9 +121,7 @@ class Heartbeat:
         if status is Status.RUNNING and (reported := nccl.failure()):
             status, message = Status.BROKEN, reported  # the main thread waits for the GPU and never learns of it
         beat = Beat(self._rank, self._host, os.getpid(), number, step, doing, calls, status, message, exit_code)
-        if verdict is None:
-            return beat
-        return beat._replace(status=Status.VERDICT, **vars(verdict))
+        return beat._replace(status=Status.VERDICT, **vars(verdict)) if verdict else beat
 
     def _talk(self) -> None:
         """Thread: exchange heartbeats until the run ends."""
@@ -199,10 +197,7 @@ class Heartbeat:
         """Thread of all but rank 0: exit if the store stops answering. Counts its own turns, so a suspension does not count."""
         while not self._done.wait(BEAT / 2):  # the resolution of its count
             self._unanswered += BEAT / 2
-            limit = self._config.silence_timeout
-            if self._end[0] is Status.BROKEN:
-                limit = min(limit, BROKEN_SILENCE_LIMIT)
-            if self._unanswered > limit:
+            if self._unanswered > silence_limit(self._config, self._end[0] is Status.BROKEN):
                 self._finish(connection_lost(self._first, f"sent no heartbeat for {self._unanswered:.0f} s"))
 
     def _announce(self, verdict: Verdict) -> None:

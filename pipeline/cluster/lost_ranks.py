@@ -17,6 +17,11 @@ _AGAIN = "then start the same command again, it resumes from the newest checkpoi
 _CAUSE = f"find the cause on its node (its log, dmesg, the network), {_AGAIN}"
 
 
+def silence_limit(config: DistributedConfig, broken: bool) -> float:
+    """Seconds without a new beat after which a rank counts as lost; fewer once a collective is broken."""
+    return min(config.silence_timeout, BROKEN_SILENCE_LIMIT) if broken else config.silence_timeout
+
+
 def connection_lost(lost: Beat, how: str) -> Verdict:
     """The verdict that a rank was cut off; ``how`` it was noticed follows the rank's name."""
     return Verdict(f"{lost.who} {how}; its last heartbeat came from {lost.place}: {_CAUSE}")
@@ -47,12 +52,6 @@ class Judge:
         return [beat for beat in self._newest.values() if beat.status in statuses]
 
     @property
-    def silence_limit(self) -> float:
-        """Seconds without a new beat after which a rank counts as lost."""
-        limit = self._config.silence_timeout
-        return min(limit, BROKEN_SILENCE_LIMIT) if self._with(Status.BROKEN) else limit
-
-    @property
     def all_left(self) -> bool:
         """Whether every rank finished normally."""
         return len(self._with(Status.LEFT)) == len(self._newest)
@@ -74,7 +73,7 @@ class Judge:
         """A rank whose heartbeats stopped: killed, suspended, or cut off with its node or network."""
         watched = self._with(Status.RUNNING, Status.BROKEN)
         worst = max(watched, key=lambda beat: self._silent[beat.rank], default=None)
-        if worst is None or self._silent[worst.rank] < self.silence_limit:
+        if worst is None or self._silent[worst.rank] < silence_limit(self._config, bool(self._with(Status.BROKEN))):
             return None
         seconds = self._silent[worst.rank]
         # Ranks of one node fall silent together, but the detector reads them up to a few beats apart: above 0.6 is "together".
@@ -87,23 +86,24 @@ class Judge:
         running = self._with(Status.RUNNING)
         if not running or min(self._still[beat.rank] for beat in running) < self._config.progress_timeout:
             return None
-        limit = f"distributed.progress_timeout {self._config.progress_timeout:g}"
-        return self._behind(f"has made no progress for {{seconds:.0f}} s ({limit})")
+        return self._behind()
 
     def _broken_for_no_reason(self) -> Verdict | None:
         """A collective failed, but all ranks are alive: it timed out, or the network between two of them is cut."""
         if self._broken < 2 * BROKEN_SILENCE_LIMIT:  # a rank that was lost would have fallen silent by now
             return None
-        broken = self._with(Status.BROKEN)[0]
-        return self._behind(f"is furthest behind, and a collective operation of {broken.who} failed ({broken.message})")
+        return self._behind(self._with(Status.BROKEN)[0])
 
-    def _behind(self, what: str) -> Verdict:
+    def _behind(self, broken: Beat | None = None) -> Verdict:
         """The verdict that names the rank furthest behind, or says that all are at the same place."""
         running = self._with(Status.RUNNING, Status.BROKEN)
         place = {beat.rank: (beat.step, beat.calls) for beat in running}
         last = min(running, key=lambda beat: (place[beat.rank], -self._still[beat.rank]))
         far = max(running, key=lambda beat: place[beat.rank])
-        what = what.format(seconds=self._still[last.rank])
+        limit = f"distributed.progress_timeout {self._config.progress_timeout:g}"
+        what = f"has made no progress for {self._still[last.rank]:.0f} s ({limit})"
+        if broken:
+            what = f"is furthest behind, and a collective operation of {broken.who} failed ({broken.message})"
         if len(running) > 1 and place[far.rank] == place[last.rank]:
             where = f", like all the others: at {last.place}, none is ahead, so the fault lies between them"
             todo = "(network, driver) or in something they all wait for; see the traceback"

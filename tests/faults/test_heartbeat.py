@@ -284,9 +284,9 @@ def test_the_judge_knows_a_lost_node_and_a_broken_connection() -> None:
 
     def broken_but_alive(second: int) -> list[Beat]:
         return [
-            Beat(0, number=second, step=5, status=Status.BROKEN, message="Timed out"),
+            Beat(0, number=second, step=5, status=Status.BROKEN, message="Timed out {x}"),
             Beat(1, number=second, step=4, doing="reading data"),
         ]
 
     second, sentence = judged(500, broken_but_alive)
-    assert second < 20 and sentence.startswith("rank 1 (") and "of rank 0 (host unknown, pid 0) failed (Timed out)" in sentence
+    assert second < 20 and sentence.startswith("rank 1 (") and "of rank 0 (host unknown, pid 0) failed (Timed out {x})" in sentence
