@@ -21,7 +21,11 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from pipeline import checkpoint
+from pipeline.checkpoint import loading
+from pipeline.checkpoint.folder import FOLDER, latest_step, step_folder
+from pipeline.checkpoint.loading import newest_intact
+from pipeline.checkpoint.manifest import RunState
+from pipeline.checkpoint.saver import Saver
 from pipeline.cluster.agreement import Agreement
 from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.cluster.world import World
@@ -47,7 +51,7 @@ class Training:
         self.config, self.world, self.folder, self.steps = config, world, folder, 0
         self.engine, self.agreement = build_engine(self._model(), config, world), Agreement()
         self.ema = WeightAverage(self.engine, config.train.ema_decay) if config.train.ema_decay else None
-        self.saver = checkpoint.Saver(folder, world, config.checkpoint, self.agreement)
+        self.saver = Saver(folder, world, config.checkpoint, self.agreement)
         size = config.model.image_size
         self.images = torch.randn(config.train.micro_batch_size, 3, size, size, device=world.device)  # (B, 3, H, W)
         self.labels = torch.randint(CLASSES, (len(self.images),), device=world.device)  # (B,)
@@ -72,9 +76,9 @@ class Training:
         """Begin to save."""
         self.saver.save(self.engine, self.ema, self.state())
 
-    def state(self) -> checkpoint.RunState:
+    def state(self) -> RunState:
         """The training state that a run would save at this point."""
-        return checkpoint.RunState(
+        return RunState(
             step=self.steps,
             samples=self.steps * len(self.images) * self.world.size,
             skipped_steps=0,
@@ -111,7 +115,7 @@ def stall_table(training: Training, rounds: int, steps: int) -> list[str]:
         training.save()
         during = []
         for _ in range(steps):
-            complete = checkpoint.latest_step(training.folder) == saved_step
+            complete = latest_step(training.folder) == saved_step
             during.append((training.step(), complete))
         cost = time.process_time() - began - steps * cpu
         training.saver.finish()
@@ -137,7 +141,7 @@ def throughput_table(training: Training, rounds: int) -> list[str]:
     """Rows: bytes per second to the disk and back."""
     world, folder = training.world, training.folder
     copies, peers = folder / "copy", folder / "deepspeed"
-    saved, own = checkpoint.step_folder(folder, training.steps), f"part-{world.rank:05d}.safetensors"
+    saved, own = step_folder(folder, training.steps), f"part-{world.rank:05d}.safetensors"
     other = training.fresh()
     seconds: dict[str, list[float]] = {}
     sizes: dict[str, int] = {}
@@ -151,7 +155,7 @@ def throughput_table(training: Training, rounds: int) -> list[str]:
         sizes[name] = sum(path.stat().st_size for path in files.rglob("*") if path.is_file())
 
     for _ in range(rounds):
-        for path in (folder / checkpoint.FOLDER, copies, peers):
+        for path in (folder / FOLDER, copies, peers):
             if world.is_main:
                 shutil.rmtree(path, ignore_errors=True)
         world.barrier()
@@ -187,8 +191,8 @@ def throughput_table(training: Training, rounds: int) -> list[str]:
 
 
 def _load(training: Training) -> None:
-    verified = checkpoint.newest_intact(training.folder, training.world)
-    checkpoint.load(training.engine, verified, training.ema, training.world)
+    verified = newest_intact(training.folder, training.world)
+    loading.load(training.engine, verified, training.ema, training.world)
 
 
 def _copy(source: Path, target: Path) -> None:

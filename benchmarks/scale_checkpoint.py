@@ -27,7 +27,6 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS
 import safetensors  # noqa: E402
 
 from benchmarks.checkpoint import Training  # noqa: E402
-from pipeline import checkpoint  # noqa: E402
 from pipeline.checkpoint import loading, parts  # noqa: E402
 from pipeline.cluster.rendezvous import init_world  # noqa: E402
 from pipeline.config import load_config  # noqa: E402
@@ -153,7 +152,7 @@ def run_rank(environment: dict[str, str], folder: Path, stage: int, what: str) -
     else:
         verified = loading.newest_intact(folder, world)
         assert verified
-        checkpoint.load(training.engine, verified, training.ema, world)
+        loading.load(training.engine, verified, training.ema, world)
     taken = {**calls.taken(), "seconds": time.monotonic() - began}
     (folder / f"{what}-{rank}.json").write_text(json.dumps(taken))
     world.barrier()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint import read_weights
+from pipeline.checkpoint.weights import read_weights
 from support.doc_commands import entry_points, find_commands
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.precisions import FP32

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint import read_weights
 from pipeline.checkpoint.saver import HostCopies
+from pipeline.checkpoint.weights import read_weights
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.loader.batches import EvalBatches, TrainBatches
 from pipeline.loader.loader import Loader

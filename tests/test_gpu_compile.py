@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint import read_weights
+from pipeline.checkpoint.weights import read_weights
 from pipeline.cluster.world import World
 from pipeline.config import Config, TrainConfig
 from pipeline.models import create_model

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.checkpoint import latest_step, read_weights, saved_steps
+from pipeline.checkpoint.folder import latest_step, saved_steps
+from pipeline.checkpoint.weights import read_weights
 from pipeline.config import OptimConfig
 from pipeline.optim.build import learning_rate
 from pipeline.stream.schedule import Schedule

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from examples.detection.config import DetectionConfig
-from pipeline.checkpoint import read_initial_weights
+from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.errors import UserError, first_line
 from pipeline.models import create_model, load_pretrained
 from pipeline.models.common.base import VisionModel

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from pipeline.checkpoint import read_initial_weights
+from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import UserError, first_line
 from pipeline.inference.trained import read_trained

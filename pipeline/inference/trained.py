@@ -14,8 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from pipeline.augment.crop import eval_geometry
-from pipeline.checkpoint import read_weights
-from pipeline.checkpoint.weights import describe
+from pipeline.checkpoint.weights import describe, read_weights
 from pipeline.config import Config, config_from_dict, load_config, shipped_recipes
 from pipeline.errors import UserError
 from pipeline.loader.cpu_transform import Normalization, resize_and_crop
@@ -68,7 +67,7 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
         source: a run folder, one of its checkpoints, a file that ``python -m pipeline.export`` wrote, a folder in timm's layout,
             or a file with a state dict, such as the authors of a model have published.
         step: which checkpoint of the run, a number or ``best``; None: the newest.
-        kind: ``model`` or ``ema``; None: as in :func:`pipeline.checkpoint.read_weights`, or those of the file.
+        kind: ``model`` or ``ema``; None: as in :func:`pipeline.checkpoint.weights.read_weights`, or those of the file.
 
     Raises:
         UserError: there is no such model, it is damaged, or its weights are not finite.

@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline import checkpoint
-from pipeline.checkpoint import RunState, Verified
+from pipeline.checkpoint import loading
+from pipeline.checkpoint.loading import Verified
+from pipeline.checkpoint.manifest import RunState
+from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.cluster.world import World
 from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitting_micro_batches
 from pipeline.errors import UserError
@@ -149,7 +151,7 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
     model = model_of(config)
     if config.train.init_from and fresh:
         source = f"train.init_from {config.train.init_from}"
-        initial = checkpoint.read_initial_weights(Path(config.train.init_from))
+        initial = read_initial_weights(Path(config.train.init_from))
         said = load_pretrained(model, initial.weights, source, initial.classes, classes)
         for sentence in (f"{initial.what} of {config.train.init_from}", *said):
             say_once(world, f"init_from: {sentence}")
@@ -188,7 +190,7 @@ def build(
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if verified:
-        checkpoint.load(engine, verified, ema, world)
+        loading.load(engine, verified, ema, world)
     train_state = TrainState(engine, StepStatistics(engine.module, world), ema, Objective(label_loss(config.train), teacher))
     return train_state, flops.FlopRow(**counted), first_maps
 

@@ -7,7 +7,7 @@ import json
 from functools import partial
 from pathlib import Path
 
-from pipeline.checkpoint import Saver
+from pipeline.checkpoint.saver import Saver
 from pipeline.cluster.agreement import Agreement, do_in_main
 from pipeline.config import config_to_yaml
 from pipeline.errors import UserError, first_few

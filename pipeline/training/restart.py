@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from pipeline.cluster.environment import job_name
 from pipeline.command_line import command_parser
 from pipeline.config import load_config

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import checkpoint
+from pipeline.checkpoint.manifest import RunState
+from pipeline.checkpoint.saver import Saver
 from pipeline.cluster.agreement import Agreement
 from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
@@ -50,7 +51,7 @@ class Run:
     loader: Loader[TrainBatches] | TrialLoader
     val_loader: Loader[EvalBatches]
     agreement: Agreement
-    saver: checkpoint.Saver
+    saver: Saver
     log: RunLog
     events: RunEvents
     samples: SampleLog | None
@@ -85,9 +86,9 @@ class Run:
             code, sentence = max(found)
             raise (StoreAway if code == StoreAway.exit_code else StoreFails)(sentence)
 
-    def state(self) -> checkpoint.RunState:
+    def state(self) -> RunState:
         """What a checkpoint of this moment says."""
-        return checkpoint.RunState(
+        return RunState(
             step=self.step,
             samples=self.schedule.samples(self.step),
             skipped_steps=self.skipped_steps,

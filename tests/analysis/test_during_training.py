@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
-from pipeline.checkpoint import step_folder
+from pipeline.checkpoint.folder import step_folder
 from pipeline.cluster.world import World
 from pipeline.config import load_config
 from pipeline.inference.evaluation import evaluation_loader

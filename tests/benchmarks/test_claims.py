@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.claims import CLAIMS, TENTH, VARIANTS, last_evaluation, spread, table, verdict
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from pipeline.errors import PREEMPTED
 from pipeline.models import create_model
 from support.launching import PATIENCE, REPOSITORY, clean_environment, run_module

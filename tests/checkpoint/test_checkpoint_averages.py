@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.checkpoint import read_weights, step_folder
+from pipeline.checkpoint.folder import step_folder
 from pipeline.checkpoint.loading import Verified, load
 from pipeline.checkpoint.parts import read_headers
 from pipeline.checkpoint.rank_slices import optimizer_state, saved_tensors
+from pipeline.checkpoint.weights import read_weights
 from pipeline.cluster.world import World
 from pipeline.optim.averages import WeightAverage
 from support.checkpoints import save

@@ -13,9 +13,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from pipeline.checkpoint import CheckpointManifest, SavedWeights, __main__, read_weights, step_folder
+from pipeline.checkpoint import __main__
+from pipeline.checkpoint.folder import step_folder
+from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.parts import write_part
-from pipeline.checkpoint.weights import read_initial_weights
+from pipeline.checkpoint.weights import SavedWeights, read_initial_weights, read_weights
 from pipeline.errors import UserError
 from pipeline.inference.trained import read_trained
 from pipeline.models import create_model, load_exported

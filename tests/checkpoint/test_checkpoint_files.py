@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.checkpoint import CheckpointManifest, read_weights, saved_steps, sweep
-from pipeline.checkpoint.folder import FOLDER, publish, remove_old
-from pipeline.checkpoint.manifest import MANIFEST, OptimizerState, checksum, find_damage
+from pipeline.checkpoint.folder import FOLDER, publish, remove_old, saved_steps, sweep
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OptimizerState, checksum, find_damage
 from pipeline.checkpoint.parts import SliceReader, find_gaps, read_headers, slice_key, write_part
+from pipeline.checkpoint.weights import read_weights
 from pipeline.errors import UserError
 from support.checkpoints import STATE, save, save_small
 

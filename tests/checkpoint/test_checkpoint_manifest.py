@@ -16,10 +16,10 @@ import torch
 import xxhash
 
 from pipeline.checkpoint import __main__ as command
-from pipeline.checkpoint import read_weights, saved_steps, step_folder
-from pipeline.checkpoint.folder import find_checkpoint, find_step, read_manifests, remove_old, sweep
+from pipeline.checkpoint.folder import find_checkpoint, find_step, read_manifests, remove_old, saved_steps, step_folder, sweep
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest
 from pipeline.checkpoint.parts import write_part
+from pipeline.checkpoint.weights import read_weights
 from pipeline.errors import UserError
 from support.checkpoints import save_small
 

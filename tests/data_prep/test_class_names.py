@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.class_names import read_class_names
-from pipeline.checkpoint import read_weights
 from pipeline.checkpoint.manifest import CheckpointManifest
-from pipeline.checkpoint.weights import export
+from pipeline.checkpoint.weights import export, read_weights
 from pipeline.errors import UserError
 from pipeline.inference.trained import load
 from pipeline.models.weights.exported import read_exported

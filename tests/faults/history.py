@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint import latest_step, read_weights, step_folder
+from pipeline.checkpoint.folder import latest_step, step_folder
+from pipeline.checkpoint.weights import read_weights
 
 Image = tuple[int, int, int, str]  # epoch, position, sample, augmentation
 

@@ -6,7 +6,8 @@ import os
 import signal
 from typing import Any
 
-from pipeline.checkpoint import RunState, Saver
+from pipeline.checkpoint.manifest import RunState
+from pipeline.checkpoint.saver import Saver
 from pipeline.train import main as train_main
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from faults.history import Start
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from pipeline.errors import RANK_LOST
 from support.ranks import Job, is_saving, train, wait_for_steps
 

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from faults.history import same_files
-from pipeline.checkpoint import saved_steps, step_folder
+from pipeline.checkpoint.folder import saved_steps, step_folder
 from support.ranks import train
 from support.runs import write_small_config
 

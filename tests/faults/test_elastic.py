@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from faults.history import Start, assert_each_image_once, distance, loss_difference, what_the_weights_saw
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from pipeline.errors import PREEMPTED
 from support.ranks import train, wait_for_steps
 from support.runs import step_rows

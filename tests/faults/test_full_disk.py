@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint import latest_step, saved_steps
+from pipeline.checkpoint.folder import latest_step, saved_steps
 from pipeline.errors import USER_ERROR
 from support.ranks import Job, steps_taken, train
 

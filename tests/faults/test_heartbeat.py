@@ -289,4 +289,6 @@ def test_the_judge_knows_a_lost_node_and_a_broken_connection() -> None:
         ]
 
     second, sentence = judged(500, broken_but_alive)
-    assert second < 20 and sentence.startswith("rank 1 (") and "of rank 0 (host unknown, pid 0) failed (Timed out {x})" in sentence
+    assert (
+        second < 20 and sentence.startswith("rank 1 (") and "of rank 0 (host unknown, pid 0) failed (Timed out {x})" in sentence
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from pipeline.follow.position import Position
 from pipeline.follow.sending import Follower
 from pipeline.follow.tracker import About, Item, Segment

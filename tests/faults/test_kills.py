@@ -11,7 +11,7 @@ import pytest
 
 from faults.history import Start, assert_each_image_once, same_files, what_the_weights_saw
 from faults.killing import Ordeal
-from pipeline.checkpoint import latest_step, step_folder
+from pipeline.checkpoint.folder import latest_step, step_folder
 from pipeline.errors import PREEMPTED
 from support.ranks import seed_from_environment, steps_taken, train
 from support.runs import evaluation_rows, write_small_config

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from pipeline.cluster.beats import Beat, Board, Status
 from pipeline.cluster.environment import job_secret
 from pipeline.cluster.rendezvous import _proof, prove_membership

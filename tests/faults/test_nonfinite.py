@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint import read_weights, saved_steps
+from pipeline.checkpoint.folder import saved_steps
+from pipeline.checkpoint.weights import read_weights
 from pipeline.errors import USER_ERROR
 from pipeline.shards.shard_set import ShardSet
 from support.ranks import Job, train

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from faults.history import distance, loss_difference, same_files
-from pipeline.checkpoint import CheckpointManifest, latest_step, step_folder
+from pipeline.checkpoint.folder import latest_step, step_folder
+from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.parts import SliceReader, optimizer_quantity, read_headers
 from support.launching import run_module
 from support.ranks import train

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from pipeline.errors import exit_reason
 from pipeline.training import restart
 from support.launching import PATIENCE, REPOSITORY

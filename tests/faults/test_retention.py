@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint import saved_steps
+from pipeline.checkpoint.folder import saved_steps
 from support.ranks import train
 from support.runs import evaluation_rows
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from faults.history import loss_difference
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from support.ranks import Job, train
 from support.runs import step_rows
 

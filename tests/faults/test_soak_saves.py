@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from support.ranks import Job, is_saving, seed_from_environment
 from support.small_run import SMALL_MODEL
 

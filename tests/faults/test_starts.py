@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint import latest_step, saved_steps
+from pipeline.checkpoint.folder import latest_step, saved_steps
 from pipeline.errors import PREEMPTED
 from support.ranks import Job, train
 from support.runs import step_rows

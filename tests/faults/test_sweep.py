@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from pipeline.training import restart
 from support.launching import PATIENCE, REPOSITORY
 from support.runs import evaluation_rows, step_rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from pipeline.cluster.world import World
 from pipeline.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
 from pipeline.errors import UserError

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from pipeline import evaluate as evaluate_command
 from pipeline import load
-from pipeline.checkpoint import read_weights, step_folder
-from pipeline.checkpoint.weights import export
+from pipeline.checkpoint.folder import step_folder
+from pipeline.checkpoint.weights import export, read_weights
 from pipeline.cluster.world import World
 from pipeline.config import config_from_dict
 from pipeline.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint import read_weights
+from pipeline.checkpoint.weights import read_weights
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.loader.batches import TrainBatches
 from pipeline.loader.device_stream import upload

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint import read_weights
+from pipeline.checkpoint.weights import read_weights
 from pipeline.cluster.world import World
 from pipeline.logs.profiling import StepProfiler, memory_curve
 from support.ranks import run_forked

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from pipeline.checkpoint import step_folder
+from pipeline.checkpoint.folder import step_folder
 from pipeline.checkpoint.loading import load, newest_intact
 from pipeline.checkpoint.saver import Saver
 from pipeline.cluster.agreement import Agreement

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim.engine_program import STEPS, Small
-from pipeline.checkpoint import read_weights
+from pipeline.checkpoint.weights import read_weights
 from pipeline.config import config_from_dict
 from pipeline.optim.build import build_optimizer
 from pipeline.optim.engine import _wait_for_the_reduction_only, micro_batches, zero_stage

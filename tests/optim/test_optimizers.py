@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from optim.optimizers_program import HALF, LR, OPTIMIZERS, small_model
-from pipeline.checkpoint import CheckpointManifest, step_folder
+from pipeline.checkpoint.folder import step_folder
+from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.parts import WEIGHT, SliceReader, optimizer_quantity, read_headers
 from pipeline.config import OptimConfig
 from pipeline.errors import UserError

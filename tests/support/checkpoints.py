@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint import CheckpointManifest, RunState, step_folder
-from pipeline.checkpoint.manifest import MANIFEST, OptimizerState
+from pipeline.checkpoint.folder import step_folder
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OptimizerState, RunState
 from pipeline.checkpoint.parts import slice_key, write_part
 from pipeline.config import Config
 

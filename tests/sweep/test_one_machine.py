@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint import latest_step
+from pipeline.checkpoint.folder import latest_step
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.runs import step_rows
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.test_families import SIZES
-from pipeline.checkpoint import read_weights
+from pipeline.checkpoint.weights import read_weights
 from pipeline.errors import UserError
 from pipeline.models import create_model
 from pipeline.step.precision import make_deterministic, refusals_explained

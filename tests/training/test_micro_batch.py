@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint import read_weights
+from pipeline.checkpoint.weights import read_weights
 from pipeline.cluster.world import World
 from pipeline.config import Config, config_from_dict, load_config
 from pipeline.training.micro_batch import try_step

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from faults.history import same_files
-from pipeline.checkpoint import latest_step, step_folder
+from pipeline.checkpoint.folder import latest_step, step_folder
 from pipeline.checkpoint.weights import export
 from pipeline.inference.trained import read_trained
 from pipeline.models import load_exported

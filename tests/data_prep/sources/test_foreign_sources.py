@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from data_prep.sources import Reading, Source, open_sources
-from pipeline.checkpoint import read_weights
+from pipeline.checkpoint.weights import read_weights
 from pipeline.errors import UserError
 from pipeline.shards.shard_set import ShardSet
 from support.launching import run_script

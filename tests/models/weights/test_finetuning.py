@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint import read_weights
+from pipeline.checkpoint.weights import read_weights
 from pipeline.errors import UserError
 from pipeline.models import create_model, load_pretrained
 from pipeline.models.weights.transfer import resample_positions

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import load
-from pipeline.checkpoint import read_initial_weights
+from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.cluster.world import World
 from pipeline.config import config_from_dict
 from pipeline.errors import UserError
