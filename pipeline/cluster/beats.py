@@ -41,8 +41,6 @@ _Text = Annotated[str, Field(strict=True)]
 
 
 class Status(str, Enum):
-    """Of a rank."""
-
     RUNNING = "running"
     BROKEN = "broken"  # a collective failed; waits for the verdict
     INFORMED = "informed"  # has read the verdict and exits
@@ -91,11 +89,8 @@ class Verdict:
 
 
 class Board:
-    """Heartbeats in the job's key-value store. Whoever reaches it can write there: what is not a heartbeat is named once and ignored.
-
-    Args:
-        store: a connection that nothing else uses.
-    """
+    """Heartbeats in the job's key-value store, over a connection that nothing else uses. Whoever reaches it can write there: what is not
+    a heartbeat is named once and ignored."""
 
     def __init__(self, store: dist.TCPStore) -> None:
         self._store = store
@@ -106,11 +101,7 @@ class Board:
         self._store.set(_key(beat.rank), beat.to_json())
 
     def read(self, ranks: Sequence[int]) -> list[Beat]:
-        """The newest valid heartbeat of each rank; number 0 if it has sent none.
-
-        Raises:
-            RuntimeError: the store does not answer.
-        """
+        """The newest valid heartbeat of each rank, number 0 if it has sent none; a ``RuntimeError`` if the store does not answer."""
         keys = [_key(rank) for rank in ranks]
         if not self._store.check(keys):  # multi_get would wait for a key that does not exist yet, or was deleted
             for key in keys:

@@ -32,10 +32,8 @@ class Place:
 def read_place() -> Place:
     """Read this process's place in its job, and set the variables that PyTorch and DeepSpeed read.
 
-    Sources, in this order: RANK and WORLD_SIZE (``launch/local.sh``), a Slurm step (``srun``), else a single process.
-
-    Raises:
-        UserError: several processes, but a variable that they need is missing or malformed.
+    Sources, in this order: RANK and WORLD_SIZE (``launch/local.sh``), a Slurm step (``srun``), else a single process. A ``UserError``
+    names a variable that several processes need and that is missing or malformed.
     """
     _set_ranks()
     size = _integer("WORLD_SIZE", 1)

@@ -72,9 +72,8 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
             shutil.rmtree(submission)
             raise
         arrays.append(array)
-        print(
-            f"job array {array}: {len(todo)} of {len(sweep.runs)} runs, tasks {indices}, logs {sweep.folder / LOGS}/{array}_TASK.out"
-        )
+        logs = f"{sweep.folder / LOGS}/{array}_TASK.out"
+        print(f"job array {array}: {len(todo)} of {len(sweep.runs)} runs, tasks {indices}, logs {logs}")
     for what, count in (("finished already", len(finished)), ("in the queue already", len(queued))):
         if count:
             print(f"{what}: {count} of {len(sweep.runs)} runs", flush=True)
@@ -109,9 +108,8 @@ def _check_options(options: Sequence[str]) -> list[str]:
     long = [f"--{name}={option[2:].removeprefix('=')}" if name else option for option, name in short]
     for option in long:
         if option.removeprefix("--").partition("=")[0] in _OURS or option in ("-a", "-W", "-H"):
-            raise UserError(
-                f"{option} is an option that a sweep sets itself", "take it out; --jobs=N lets N runs train at a time"
-            )
+            remedy = "take it out; --jobs=N lets N runs train at a time"
+            raise UserError(f"{option} is an option that a sweep sets itself", remedy)
     return long
 
 
