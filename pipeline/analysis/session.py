@@ -22,7 +22,7 @@ from pipeline.analysis.pervit import PerViTChapter, RegionsChapter
 from pipeline.analysis.pervit_extremes import ExtremesChapter
 from pipeline.analysis.pervit_maps import ImagesChapter, MapsChapter
 from pipeline.analysis.writing import ANALYSIS, PAGE, write_analysis
-from pipeline.cluster.world import disconnect, init_world
+from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
 from pipeline.inference.evaluation import evaluation_loader

@@ -6,8 +6,7 @@ import sys
 from pathlib import PurePath
 from typing import Any
 
-from pipeline.checkpoint.overview import size_text
-from pipeline.errors import UserError, first_few
+from pipeline.errors import UserError, first_few, size_text
 from pipeline.exporting import Facts, Subject, Training
 
 _SHOWN = 10  # class names

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.checkpoint.overview import reasons_to_keep, size_text
-from pipeline.checkpoint.verification import find_damage
-from pipeline.errors import counted
+from pipeline.checkpoint.folder import reasons_to_keep
+from pipeline.checkpoint.manifest import find_damage
+from pipeline.errors import counted, size_text
 from pipeline.page import Figure, Html, clock, facts, figure, html, join, jpeg_uri, png_uri, table
 from pipeline.reports.curves import Curve, curve_figure
 from pipeline.reports.papers import PaperRecipe

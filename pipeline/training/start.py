@@ -8,8 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from pipeline import checkpoint
-from pipeline.checkpoint import Verified
+from pipeline.checkpoint.folder import sweep
+from pipeline.checkpoint.loading import Verified, newest_intact
+from pipeline.checkpoint.manifest import RunState
+from pipeline.checkpoint.saver import Saver
 from pipeline.cluster.agreement import Agreement, do_in_main
 from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
@@ -65,7 +67,7 @@ class PreparedRun:
 
     settled: Settled
     data: RunData
-    before: checkpoint.RunState | None  # what it resumes from; None: a new run
+    before: RunState | None  # what it resumes from; None: a new run
     train_state: TrainState
     cost: FlopRow  # of the model
     first_maps: Tensor | None  # peripheral attention before the first step, for the log; rank 0 of a new run only
@@ -129,8 +131,8 @@ class Start:
             UserError: no checkpoint is intact, or they are of another config or data set.
         """
         if not self.look_only:
-            do_in_main(lambda: checkpoint.sweep(self.folder), self.world)
-        verified = checkpoint.newest_intact(self.folder, self.world, set_aside_damaged=not self.look_only)
+            do_in_main(lambda: sweep(self.folder), self.world)
+        verified = newest_intact(self.folder, self.world, set_aside_damaged=not self.look_only)
         before = verified.state if verified else None
         begun_with = config_from_dict(before.config, source=str(self.folder)) if before else None
         check_same_run(self.config, begun_with, self.world)
@@ -179,7 +181,7 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         loader=training_loader(data.train_set, config, settled.decode, world, step),
         val_loader=evaluation_loader(data.val_set, config, world),
         agreement=agreement,
-        saver=checkpoint.Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),
+        saver=Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),
         log=RunLog(config, world, step, data.schedule, flops_per_image, known, store),
         events=events,
         samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
