@@ -35,8 +35,10 @@ def step_folder(run_dir: Path, step: int) -> Path:
 
 def saved_steps(run_dir: Path) -> list[int]:
     """Steps of the run's checkpoints, ascending."""
-    names = [path.name for path in (run_dir / FOLDER).glob("step-*") if path.is_dir()]
-    return sorted(step for step in map(_step_of, names) if step is not None)
+    # scandir knows what is a folder without looking again: none is missed because another process replaces it meanwhile.
+    with suppress(OSError), os.scandir(run_dir / FOLDER) as entries:
+        return sorted(step for entry in entries if entry.is_dir() and (step := _step_of(entry.name)) is not None)
+    return []
 
 
 def _step_of(name: str) -> int | None:
