@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import command_parser, run_command
-from pipeline.errors import UserError, missing_extra
+from pipeline.errors import UserError, counted, missing_extra
 
 if TYPE_CHECKING:
     from pipeline.follow.tracker import Tracker
@@ -77,11 +77,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, stop)
     follower.follow(args.once)
     counts = {"row": position.count(ROWS), "event": position.count(EVENTS), "picture": position.count(PICTURE)}
-    said = ", ".join(_counted(count, what) for what, count in counts.items())
+    said = ", ".join(counted(count, what) for what, count in counts.items())
     if position.segment.number > 1:
         said += f", segment {position.segment.number}"
     if unreadable := follower.files.metrics.unreadable:
-        said += f"; {_counted(unreadable, 'line')} of metrics.jsonl that cannot be read left out"
+        said += f"; {counted(unreadable, 'line')} of metrics.jsonl that cannot be read left out"
     log.info(said)
 
 
@@ -94,10 +94,6 @@ def _tracker(name: str, project: str | None) -> Tracker:
         return getattr(importlib.import_module(f"pipeline.follow.to_{name}"), client)(project)
     except ImportError as error:
         raise missing_extra(*needs, error=error) from None
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _say_progress() -> None:

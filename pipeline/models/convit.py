@@ -12,11 +12,12 @@ of Eq. 5 their softmax peaks at a fixed offset per head, so that a layer with h 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import isqrt
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from pipeline.config import Positive
@@ -162,18 +163,16 @@ class ConViTSwitches(Switches):
     mask_position_embedding: bool = False
     """Omit the absolute position embedding in eval mode (Table 5). Training is not affected."""
 
-    @model_validator(mode="after")
-    def _switches_do_something(self) -> ConViTSwitches:
+    def misfits(self) -> Iterator[str]:
         masked = max(self.mask_content_layers, self.mask_position_layers)
         if self.mask_content_layers and self.mask_position_layers:
-            raise ValueError("must not mask content and position at once: set one of the two to 0")
+            yield "must not mask content and position at once: set one of the two to 0"
         if masked > self.gpsa_layers:
-            raise ValueError(f"must mask at most gpsa_layers = {self.gpsa_layers} layers, got {masked}")
+            yield f"must mask at most gpsa_layers = {self.gpsa_layers} layers, got {masked}"
         if not self.positional_gating and (masked or not self.train_gating):
-            raise ValueError("has positional_gating false, which leaves no gate to mask or to freeze: set it to true")
+            yield "has positional_gating false, which leaves no gate to mask or to freeze: set it to true"
         if not self.conv_init and self.locality_strength != 1:
-            raise ValueError("has a locality_strength, which requires conv_init=true: set one of the two to its default")
-        return self
+            yield "has a locality_strength, which requires conv_init=true: set one of the two to its default"
 
 
 class ConViT(ClassTokenModel):

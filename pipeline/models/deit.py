@@ -13,10 +13,11 @@ has the same rate in every block.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -74,17 +75,13 @@ class DeiTSwitches(Switches):
     relative_position: bool = False
     """iRPE in every layer: product method, contextual, on keys, shared by the heads (PerViT, Table 2, "+ iRPE")."""
 
-    @model_validator(mode="after")
-    def _one_encoding(self) -> DeiTSwitches:
+    def misfits(self) -> Iterator[str]:
         names = ("peripheral_position", "conditional_position", "relative_position")
         given = [name for name in names if getattr(self, name)]
         if len(given) > 1:
-            raise ValueError(f"must have at most one of {', '.join(names)}, got {' and '.join(given)}: leave out the others")
+            yield f"must have at most one of {', '.join(names)}, got {' and '.join(given)}: leave out the others"
         if self.conditional_position and self.mask_position_embedding:
-            raise ValueError(
-                "has conditional_position, which leaves no position embedding to mask: set mask_position_embedding=false"
-            )
-        return self
+            yield "has conditional_position, which leaves no position embedding to mask: set mask_position_embedding=false"
 
 
 class DeiT(ClassTokenModel, PhiModel):

@@ -173,7 +173,7 @@ def _step(time: Time) -> Rows:
         peak = gpu.bf16_flops if precision == "bf16" and gpu.bf16_flops else gpu.fp32_flops
         yield "model FLOPs", f"{rate / 1e12:.0f} TFLOP/s per GPU, {rate / peak:.0%} of its {precision} peak"
     if measured:
-        layout = f"{measured.steps:,} steps on {_count(measured.world_size, 'process', 'es')}"
+        layout = f"{measured.steps:,} steps on {counted(measured.world_size, 'process')}"
         scaled = f"{time.ratio:.2f} times what the rates give; all parts are scaled by that"
         yield "measured", f"{measured.source}, {layout}: {duration(measured.step_seconds)} a step, {scaled}"
         if measured.data_wait > 0.02:
@@ -190,14 +190,14 @@ def _run(time: Time) -> Rows:
         return
     length, images = run.length, run.images
     yield "images", f"{images.train:,} for training, {images.val:,} for validation ({images.source})"
-    evaluations = f"{_count(length.evaluations, 'evaluation')} of {duration(run.evaluation_seconds)}"
+    evaluations = f"{counted(length.evaluations, 'evaluation')} of {duration(run.evaluation_seconds)}"
     yield "steps", f"{length.steps:,} in {length.epochs:.4g} epochs; {evaluations}"
     yield "hours", f"{run.hours:,.3g}, of which {duration(time.start_seconds)} for each start"
     if run.jobs is not None and time.time_limit is not None:
         last = f"the last {SIGNAL_SECONDS} s of each for its checkpoint"
         yield "Slurm jobs", f"{run.jobs:,} at a time limit of {time.time_limit / 3600:.4g} h, {last}"
     if time.subject.gpu:
-        yield "GPU hours", f"{run.gpu_hours:,.3g} on {_count(time.subject.world_size, 'GPU')}"
+        yield "GPU hours", f"{run.gpu_hours:,.3g} on {counted(time.subject.world_size, 'GPU')}"
         if run.cost is not None:
             yield "cost", f"{run.cost:,.0f} at {time.price:g} per GPU hour"
 
@@ -224,10 +224,6 @@ def _storage(time: Time) -> Rows:
         yield "checkpoint", f"{size(saved.size)}, {each}"
         best = " and one for each best accuracy" if subject.config.checkpoint.keep_best else ""
         yield "checkpoints", f"{saved.kept} kept, {size(saved.kept * saved.size)}; {time.run.length.saves:,} written{best}"
-
-
-def _count(number: int, word: str, ending: str = "s") -> str:
-    return f"{number:,} {word}{ending if number != 1 else ''}"
 
 
 def duration(seconds: float) -> str:

@@ -1,13 +1,4 @@
-"""Read a run folder: the names of its files, what they hold, and how the run stands. Nothing here writes, and a run may go on meanwhile.
-
-=============== ============================================================================
-``rows.py``     files of JSON lines: a row, the rows that are new, the steps as columns
-``files.py``    the small files, the checkpoints and the lock, as far as they can be read
-``pictures.py`` the pictures in the event files
-``state.py``    how a run stands: waiting, running, stopped, killed, hung, finished
-``folder.py``   a run folder as a whole, its starts; the run folders below a folder
-=============== ============================================================================
-"""
+"""Read a run folder: the names of its files, what they hold, and how the run stands. Nothing here writes, and a run may go on meanwhile."""
 
 from pipeline.checkpoint.folder import FOLDER as CHECKPOINTS
 

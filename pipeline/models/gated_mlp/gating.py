@@ -6,10 +6,10 @@ one half and multiplies the result with the other. The block replaces both atten
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,13 +41,11 @@ class GatingSwitches(Switches):
     split: bool = True
     """PosMLP Figure 3e. false: all channels are mixed, and the result is multiplied with the unmixed input."""
 
-    @model_validator(mode="after")
-    def _switches_suit_the_map(self) -> GatingSwitches:
+    def misfits(self) -> Iterator[str]:
         if self.mixing != "ggqpe" and (self.covariance != "semidefinite" or not self.learned_centers):
-            raise ValueError("must leave covariance and learned_centers alone unless mixing is 'ggqpe'")
+            yield "must leave covariance and learned_centers alone unless mixing is 'ggqpe'"
         if getattr(self, "groups", None) and self.mixing not in GROUPED:  # a field of each family's own
-            raise ValueError(f"must leave groups alone unless mixing is one of {', '.join(GROUPED)}")
-        return self
+            yield f"must leave groups alone unless mixing is one of {', '.join(GROUPED)}"
 
     @property
     def normalises(self) -> bool:

@@ -16,10 +16,10 @@ takes, and the global blocks are LSAT's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import model_validator
 from torch import Tensor, nn
 
 from pipeline.config import PositiveInt
@@ -62,11 +62,9 @@ class LSATSwitches(Switches):
     """Table 6. lsa: the paper's local block over shifted variants. Of the unshifted image alone: swin: one block of Swin (variant
     I); swin_pair: two, the second with shifted windows; cvt: CvT's token embedding and convolutional projection (II)."""
 
-    @model_validator(mode="after")
-    def _variants_are_of_the_papers_local_block(self) -> LSATSwitches:
+    def misfits(self) -> Iterator[str]:
         if self.local != "lsa" and (self.shifts, self.shift_by, self.position) != ("all", "convolutions", "per_variant"):
-            raise ValueError(f"must leave shifts, shift_by and position alone with local {self.local!r}, which has no variants")
-        return self
+            yield f"must leave shifts, shift_by and position alone with local {self.local!r}, which has no variants"
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ weights; each such place says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 
 from pipeline.config import PositiveInt
@@ -52,14 +52,12 @@ class PerViTSwitches(Switches):
     phi_p_frozen: bool = False
     """Table S3, fixed: the parameters of Φp are frozen at their initial values."""
 
-    @model_validator(mode="after")
-    def _switches_suit_each_other(self) -> PerViTSwitches:
+    def misfits(self) -> Iterator[str]:
         if not self.phi_p and not self.phi_c:
-            raise ValueError("must have phi_p or phi_c, without which attention averages the values: set one of them to true")
+            yield "must have phi_p or phi_c, without which attention averages the values: set one of them to true"
         for name, field in type(self).model_fields.items():
             if not self.phi_p and name.startswith("phi_p_") and getattr(self, name) != field.default:
-                raise ValueError(f"has {name} = {getattr(self, name)!r}, but phi_p = false removes Φp; drop one of the two")
-        return self
+                yield f"has {name} = {getattr(self, name)!r}, but phi_p = false removes Φp; drop one of the two"
 
     @property
     def phi_design(self) -> PhiDesign | None:
