@@ -122,7 +122,7 @@ class PixelAugmentation(Augmentation):
     @property
     @abstractmethod
     def graph_types(self) -> tuple[tuple[type, int], ...]:
-        """NumPy type and dimensions, without the batch's, of each of :meth:`graph_inputs`."""
+        """NumPy type (bool_, uint8, int32, float32) and dimensions, without the batch's, of each of :meth:`graph_inputs`."""
 
     @abstractmethod
     def applies(self, request: BatchRequest, i: int) -> bool:

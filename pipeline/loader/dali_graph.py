@@ -23,7 +23,7 @@ from pipeline.augment.crop import resize_borders
 from pipeline.loader.batches import Batches
 
 Source = Callable[[], tuple]
-_TYPES = {np.uint8: types.UINT8, np.int32: types.INT32, np.float32: types.FLOAT}
+_TYPES = {np.bool_: types.BOOL, np.uint8: types.UINT8, np.int32: types.INT32, np.float32: types.FLOAT}
 _WINDOW = (np.uint8, 1), (np.int32, 1), (np.int32, 1)  # type and dimensions of jpegs, start, shape
 # Of resize, borders of rows and columns, crop_y, crop_x, flip, and where filters are chosen, that of the resize.
 _PIXELS = (np.float32, 1), (np.float32, 2), (np.float32, 2), (np.float32, 0), (np.float32, 0), (np.int32, 0)

@@ -30,7 +30,7 @@ DATA = DataConfig(num_threads=1, crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0), f
 
 @dataclass(frozen=True)
 class Swapped:
-    swap: np.ndarray  # (B,) int32
+    swap: np.ndarray  # (B,) bool
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class ChannelSwap(PixelAugmentation):
 
     @property
     def graph_types(self) -> tuple[tuple[type, int], ...]:
-        return ((np.int32, 0),)
+        return ((np.bool_, 0),)
 
     def draw(self, places: Places) -> Swapped:
-        return Swapped((places.uniforms(self.stream, 1)[:, 0] < self.share).astype(np.int32))
+        return Swapped(places.uniforms(self.stream, 1)[:, 0] < self.share)
 
     def applies(self, request: BatchRequest, i: int) -> bool:
         return bool(request.draws[self].swap[i])
@@ -59,7 +59,7 @@ class ChannelSwap(PixelAugmentation):
         return Image.merge("RGB", picture.split()[::-1])
 
     def in_graph(self, images, *inputs):
-        if inputs[0] == 1:
+        if inputs[0]:
             images = fn.cat(images[:, :, 2:3], images[:, :, 1:2], images[:, :, 0:1], axis=2)
         return images
 
@@ -114,7 +114,7 @@ def test_an_augmentation_needs_its_own_file_only(
     swap, erasing, gain = batches.augmentations
     assert [type(each) for each in batches.augmentations] == [ChannelSwap, RandomErasing, RandomGain]
     request = batches.request(0)
-    swapped, factor = request.drawn(ChannelSwap).swap.astype(bool), request.drawn(RandomGain).factor
+    swapped, factor = request.drawn(ChannelSwap).swap, request.drawn(RandomGain).factor
     assert 4 < swapped.sum() < 20 and len(set(factor)) == BATCH
     loader = Loader(batches, config, torch.device("cpu"))
     ours = next(loader).images
