@@ -88,19 +88,24 @@ def test_each_command_is_there(script: str) -> None:
 def test_a_config_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against `--config pervit_t` that works in the repository only, or that takes another file than the one named."""
     monkeypatch.chdir(tmp_path)
-    for name in ("pervit_t", "pervit_t.yaml", "ablations/pervit_table5_lrn"):
-        assert find_recipe(name) == shipped_recipes() / f"{name.removesuffix('.yaml')}.yaml"
+    for name in ("pervit_t", "pervit_t.yaml"):
+        assert find_recipe(name) == shipped_recipes() / "pervit_t.yaml"
+    for name in ("ablations/pervit_table5_lrn", "ablations/pervit_table5_lrn.yaml"):
+        assert find_recipe(name).config == "ablations/pervit_table5_lrn"
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "pervit_t.yaml").write_text("base: pervit_s\n")
     assert find_recipe("pervit_t") == Path("configs/pervit_t.yaml")  # one's own comes first
     (tmp_path / "mine.yaml").write_text("base: pervit_m\noutput_dir: runs/mine\n")
     assert load_config("mine.yaml").model.name == "pervit_m"  # a base is found likewise
+    assert load_config("ablations/pervit_table5_lrn").model.name == "pervit_t"  # whose base is the shipped one
     (tmp_path / "pervit_m").touch()
     assert find_recipe("pervit_m") == Path("pervit_m")  # an existing path wins
     for wrong, advice in (
         ("pervit_z", "did you mean pervit_"),
         ("configs/pervit_s.yaml", "did you mean pervit_s?"),
         ("pervit_table5_lrn", "did you mean ablations/pervit_table5_lrn?"),
+        ("configs/ablations/pervit_table5_lrn.yaml", "did you mean ablations/pervit_table5_lrn?"),
+        ("ablations/pervit_table5_lnr", "did you mean ablations/pervit_table5_lrn?"),
         (tmp_path / "pervit_s", "did you mean pervit_s?"),  # an absolute path is no name
         ("nothing_like_it", f"no config of that name is in {shipped_recipes()}: pass a file"),
     ):
@@ -133,8 +138,8 @@ def test_a_wheel_brings_the_configs_and_the_licence(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
     installed = tmp_path / "installed"
-    assert {path.relative_to(installed / "pipeline" / "recipes") for path in installed.rglob("*.yaml")} == {
-        path.relative_to(REPOSITORY / "configs") for path in (REPOSITORY / "configs").rglob("*.yaml")
+    assert {path.relative_to(installed / "pipeline" / "recipes") for path in installed.rglob("*.y*ml")} == {
+        path.relative_to(REPOSITORY / "configs") for path in (REPOSITORY / "configs").rglob("*.y*ml")
     }
     modules = {
         path.relative_to(REPOSITORY) for folder in ("pipeline", "data_prep") for path in (REPOSITORY / folder).rglob("*.py")

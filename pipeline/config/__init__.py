@@ -1,6 +1,6 @@
 """Read a typed configuration from a YAML file and ``dotted.key=value`` overrides.
 
-A file may name another one as ``base: other.yaml`` (relative to itself) and then states only the differences. An unknown key,
+A file may name another one as ``base: other.yaml`` (relative to itself), or a shipped config, and then states only the differences. An unknown key,
 a wrong type or a value out of range raises ``UserError``.
 """
 
@@ -12,7 +12,6 @@ from pipeline.config.loading import (
     load_config_as,
     load_recipe,
     section_from_dict,
-    shipped_recipes,
 )
 from pipeline.config.sections import (
     AugmentConfig,
@@ -27,6 +26,7 @@ from pipeline.config.sections import (
     flatten,
     is_free,
 )
+from pipeline.config.tables import shipped_recipes
 from pipeline.config.train_sections import (
     AUTO,
     ModelConfig,

@@ -1,20 +1,23 @@
-"""Print every config key with its default and meaning, as a Markdown table.
+"""Print every config key with its default and meaning, as a Markdown table, or a config in full.
 
 python -m pipeline.config                 all keys, as in docs/config.md
 python -m pipeline.config optim train.    keys with one of these prefixes
 python -m pipeline.config --markdown      docs/config.md itself, with a section for each section of the config
 python -m pipeline.config --recipes       the configs that --config takes by name, and their folder
+python -m pipeline.config --config ablations/pervit_table1_e_no_cpe    a config in full, as a file, with what it is in its first lines
 """
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import takewhile
 
 import yaml
 
 from pipeline.command_line import command_parser, run_command
-from pipeline.config.loading import shipped_names, shipped_recipes
-from pipeline.config.sections import Config, flatten, section_fields
+from pipeline.config.loading import find_recipe, load_config, shipped_names
+from pipeline.config.sections import Config, config_to_yaml, flatten, section_fields
+from pipeline.config.tables import PaperRow, header, shipped_recipes
 from pipeline.config.values import Section
 from pipeline.errors import UserError
 
@@ -23,10 +26,13 @@ def main() -> None:
     parser = command_parser("pipeline.config", __doc__)
     parser.add_argument("beginnings", nargs="*", metavar="KEY", help="a key or a prefix of keys (default: all)")
     parser.add_argument("--recipes", action="store_true", help="list the shipped configs instead of the keys")
+    parser.add_argument("--config", metavar="CONFIG", help="print this config, a file or a name, with its bases and defaults")
     parser.add_argument("--markdown", action="store_true", help="print the page docs/config.md of the repository")
     args = parser.parse_args()
     if args.markdown:
         print(markdown_page(), end="")
+    elif args.config:
+        print(whole_config(args.config), end="")
     elif args.recipes:
         print("\n".join(recipe_names()))
     else:
@@ -39,6 +45,17 @@ def main() -> None:
 def recipe_names() -> list[str]:
     """The folder of the shipped configs, then their names, without those in ``base/``, which are not runs."""
     return [f"# {shipped_recipes()}", *(name for name in shipped_names() if not name.startswith("base/"))]
+
+
+def whole_config(name: str) -> str:
+    """A config as a file without a base: the comments that it begins with, which for a row of a table come from there; every key."""
+    recipe = find_recipe(name)
+    if isinstance(recipe, PaperRow):
+        comments = header(str(recipe.config))
+    else:
+        lines = recipe.read_text(encoding="utf-8").splitlines(keepends=True)
+        comments = "".join(takewhile(lambda line: line.startswith("#"), lines))
+    return comments + config_to_yaml(load_config(name))
 
 
 def markdown_table(beginnings: tuple[str, ...] = ("",), root: type[Section] = Config) -> str:

@@ -15,29 +15,32 @@ from pydantic import ValidationError
 
 from pipeline.config.problems import Layer, complaint, describe, unknown_key
 from pipeline.config.sections import Config, section_fields
+from pipeline.config.tables import PaperRow, find_row, row_names, shipped_recipes
 from pipeline.config.values import Section, parse_value, shown
 from pipeline.errors import UserError
 
 AnySection = TypeVar("AnySection", bound=Section)
 
-_PACKAGE = Path(__file__).parent.parent
 _DEEPEST = 3  # parts of the longest dotted key: model.switches.NAME
 
 
-def shipped_recipes() -> Path:
-    """The folder of the shipped configs: ``recipes/`` of the installed package, or ``configs/`` of a source checkout."""
-    installed = _PACKAGE / "recipes"
-    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
-
-
 def shipped_names() -> list[str]:
-    """The names of the shipped configs, such as ``ablations/pervit_table5_lrn``."""
+    """The names of the shipped configs: files of ``configs/``, and rows of its tables, such as ``ablations/pervit_table5_lrn``."""
     folder = shipped_recipes()
-    return [path.relative_to(folder).with_suffix("").as_posix() for path in sorted(folder.rglob("*.yaml"))]
+    return sorted([path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")] + row_names())
 
 
-def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
-    """The file of a config.
+def shipped_recipe(name: str) -> Path | PaperRow | None:
+    """The file or the row of a shipped config, by its name without ``.yaml``; None if there is none of that name."""
+    path = shipped_recipes() / f"{name}.yaml"
+    if path.is_file():
+        return path
+    found = find_row(name)
+    return found[1] if found else None
+
+
+def find_recipe(name: str | Path, folder: Path = Path()) -> Path | PaperRow:
+    """The file of a config, or the row of a paper's table that is one.
 
     Args:
         name: a path, or a config's name with or without ``.yaml``: ``pervit_t``, ``ablations/pervit_table5_lrn``. Searched in
@@ -48,18 +51,20 @@ def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
     if path.is_file():
         return path
     wanted = f"{name}".removesuffix(".yaml")
-    places = [Path("configs"), shipped_recipes()]
-    for place in places:
-        candidate = place / f"{wanted}.yaml"
-        if candidate.is_file() and not Path(name).is_absolute():
-            return candidate
+    if not Path(name).is_absolute():
+        own = Path("configs") / f"{wanted}.yaml"
+        if found := own if own.is_file() else shipped_recipe(wanted):
+            return found
+    raise UserError(f"config {path} does not exist, and no config of that name is in {shipped_recipes()}: {_meant(wanted)}")
+
+
+def _meant(wanted: str) -> str:
     stems = {Path(recipe).name: recipe for recipe in shipped_names()}
     close = difflib.get_close_matches(Path(wanted).name, stems, n=1, cutoff=0.7)
-    remedy = f"did you mean {stems[close[0]]}?" if close else "pass a file or the name of a shipped config."
-    raise UserError(f"config {path} does not exist, and no config of that name is in {places[1]}: {remedy}")
+    return f"did you mean {stems[close[0]]}?" if close else "pass a file or the name of a shipped config."
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path | PaperRow, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file with its bases, apply ``dotted.key=value`` overrides, validate.
 
     The value of an override is parsed as YAML, except for string keys, which take it literally, so that
@@ -67,7 +72,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     parsed as YAML, and ``null`` means null for keys that allow it, such as ``train.init_from``.
 
     Args:
-        path: a file, or the name of a shipped config (:func:`find_recipe`).
+        path: a file, the name of a shipped config, or what :func:`find_recipe` gives for it.
         overrides: later ones win.
 
     Raises:
@@ -76,9 +81,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return load_config_as(Config, path, overrides)
 
 
-def load_config_as(root: type[AnySection], path: str | Path, overrides: Sequence[str] = ()) -> AnySection:
+def load_config_as(root: type[AnySection], path: str | Path | PaperRow, overrides: Sequence[str] = ()) -> AnySection:
     """:func:`load_config` for the config of another program, of the class ``root``; every key has a default."""
-    layers = _read_with_bases(find_recipe(path), seen=())
+    layers = recipe_layers(path if isinstance(path, PaperRow) else find_recipe(path))
     layers += [Layer(f"override {shown(override)}", _override(override, root)) for override in overrides]
     return _validate(root, layers)
 
@@ -90,9 +95,9 @@ def config_from_dict(tree: dict, source: str) -> Config:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A config file by itself, without what a user has changed."""
+    """A config file, or a row of a table, by itself, without what a user has changed."""
 
-    name: str  # of the file
+    name: str  # of the file, and the row
     config: Config
 
 
@@ -100,11 +105,11 @@ def load_recipe(path: str | Path) -> Recipe | None:
     """The shipped config that a file is or begins from (``base:``); the file itself if it begins from none; None if it is
     valid with overrides only.
     """
-    layers, folder = _read_with_bases(find_recipe(path), seen=()), shipped_recipes().resolve()
+    layers, folder = recipe_layers(find_recipe(path)), shipped_recipes().resolve()
     shipped = [number for number, layer in enumerate(layers, 1) if layer.file and layer.file.resolve().is_relative_to(folder)]
     layers = layers[: shipped[-1]] if shipped else layers
     try:
-        return Recipe(str(layers[-1].file), _validate(Config, layers))
+        return Recipe(layers[-1].label.removeprefix("config "), _validate(Config, layers))
     except UserError:
         return None
 
@@ -136,10 +141,19 @@ def section_from_dict(section: type[AnySection], values: Mapping[str, Any], key:
         raise UserError(complaint(problem, f"{key}.{name}")) from None
 
 
-def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
-    """The layers of a file's bases, then its own: later layers override earlier ones."""
-    if path.resolve() in seen:
-        raise UserError(f"config file {path} is its own base ({' -> '.join(p.name for p in seen)})", "remove one 'base:' line")
+def recipe_layers(recipe: Path | PaperRow, seen: tuple[Path | str, ...] = ()) -> list[Layer]:
+    """The layers of the bases of a file or row, then its own: later layers override earlier ones."""
+    itself = recipe.place if isinstance(recipe, PaperRow) else recipe.resolve()
+    if itself in seen:
+        shown_as = recipe.place if isinstance(recipe, PaperRow) else recipe
+        chain = " -> ".join(Path(each).name for each in seen)
+        raise UserError(f"config file {shown_as} is its own base ({chain})", "remove one 'base:' line")
+    layer, base = _row_layer(recipe) if isinstance(recipe, PaperRow) else _file_layer(recipe)
+    return [*(recipe_layers(base, (*seen, itself)) if base else []), layer]
+
+
+def _file_layer(path: Path) -> tuple[Layer, Path | PaperRow | None]:
+    """What a file says, and its base."""
     try:
         tree = parse_value(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is a ValueError too
@@ -151,12 +165,22 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
             f"see {shipped_recipes() / 'pervit_t.yaml'}",
         )
     base = tree.pop("base", None)
-    layer = Layer(f"config {path}", tree, path)
-    if base is None:
-        return [layer]
-    if not isinstance(base, str) or not base.isprintable():
+    if base is not None and (not isinstance(base, str) or not base.isprintable()):
         raise UserError(f"config file {path}: base must be a file name, got {shown(base)}")
-    return [*_read_with_bases(find_recipe(base, path.parent), (*seen, path.resolve())), layer]
+    return Layer(f"config {path}", tree, path), find_recipe(base, path.parent) if base is not None else None
+
+
+def _row_layer(row: PaperRow) -> tuple[Layer, Path | PaperRow]:
+    """What a row changes, with the keys that follow from its name and its part of the images; and its base, a shipped config whatever
+    is in the current folder."""
+    base = shipped_recipe(str(row.base))
+    if base is None:
+        raise UserError(f"config {row.place}: base must be a shipped config, got {row.base}: {_meant(str(row.base))}")
+    try:
+        trees = [row.derived, *(_override(change, Config) for change in row.change)]
+    except UserError as error:
+        raise UserError(f"config {row.place}: {error}") from None
+    return Layer(f"config {row.place}", reduce(_merge, trees), row.file), base
 
 
 def _override(text: str, root: type[Section]) -> dict:

@@ -88,8 +88,17 @@ def parse_value(text: str) -> Any:
     Raises:
         ValueError: invalid YAML; the message is one line that fits "... is not a YAML value (MESSAGE)".
     """
+    return _parse(text, _StrictLoader)
+
+
+def parse_text(text: str) -> Any:
+    """:func:`parse_value` with every value as the text that stands there: 77.40 stays 77.40."""
+    return _parse(text, _TextLoader)
+
+
+def _parse(text: str, loader: type[_StrictLoader]) -> Any:
     try:
-        return yaml.load(text, Loader=_StrictLoader)
+        return yaml.load(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         reason = error.problem or error.context or "it cannot be parsed"
         if error.problem_mark and "\n" in text.strip():
@@ -165,6 +174,12 @@ class _StrictLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+class _TextLoader(_StrictLoader):
+    """Takes no value for a number, a date or a truth value."""
+
+    yaml_implicit_resolvers: dict = {}
 
 
 class _Shortened(reprlib.Repr):

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from pipeline.config import load_config
-from pipeline.reports.papers import DATA_SETS, PaperRow, PaperTable, changes, decides, recipe_file
+from pipeline.config import find_recipe, load_config
+from pipeline.config.loading import shipped_recipe
+from pipeline.config.tables import DATA_SETS, PaperRow, PaperTable
+from pipeline.reports.papers import changes, decides
 from pipeline.runs.folder import RunFolder, flat_config
 
 WIDTHS = "model.switches.widths"  # the one switch that is a size
@@ -104,7 +106,7 @@ def fill(table: PaperTable, runs: list[RunFolder], any_data: bool = False) -> Fi
 @cache
 def recipe_keys(config: str) -> dict[str, Any]:
     """Dotted key -> value of a row's config, as :attr:`RunFolder.flat`."""
-    return flat_config(load_config(recipe_file(config)))
+    return flat_config(load_config(shipped_recipe(config) or find_recipe(config)))
 
 
 def _setting(run: RunFolder, row: PaperRow, table: PaperTable, any_data: bool) -> Setting | str | None:

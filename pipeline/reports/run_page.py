@@ -109,7 +109,7 @@ def _result(run: RunFolder, recipe: PaperRecipe | None, starts: list[Start]) -> 
         if is_number(final.get("loss")):
             tiles.append(("Validation loss", f"{final['loss']:.4f}", "cross-entropy"))
     if recipe and recipe.top1 is not None:
-        tiles.append(("Paper", f"{recipe.top1:g} %", recipe.file + ("" if recipe.comparable else "; not this recipe")))
+        tiles.append(("Paper", f"{recipe.top1:g} %", recipe.name + ("" if recipe.comparable else "; not this recipe")))
     if len(window := losses[-100:]):
         shown = f"mean of the last {len(window)} steps" if len(window) > 1 else "one step"
         tiles.append(("Training loss", f"{window.mean():.4f}", shown))
@@ -129,7 +129,7 @@ def _comparison(run: RunFolder, recipe: PaperRecipe | None, final: dict[str, Any
     if recipe is None:
         return Html("")
     about = f": {recipe.heading.rstrip('.')}" if recipe.heading else ""
-    head = html("The nearest recipe is <code>configs/{}</code>{}.", recipe.file, about)
+    head = html("The nearest recipe is <code>{}</code>{}.", recipe.name, about)
     if recipe.top1 is None:
         return html("<p>{} No paper has a top-1 figure for it.</p>", head)
     head = html("{} The paper has {} % top-1 for it.", head, f"{recipe.top1:g}")

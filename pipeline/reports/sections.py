@@ -151,7 +151,7 @@ def config_section(run: RunFolder, recipe: PaperRecipe | None) -> Html | None:
         changes = ((key, _shown(old), _shown(new)) for key, (old, new) in changed.items())
         rows = [(html("<code>{}</code>", key), old, html("<b>{}</b>", new)) for key, old, new in changes]
         differs = table(("key", "recipe", "this run"), rows) if rows else Html("")
-        intro = html("<p>Differs in {} from <code>configs/{}</code>.</p>{}", words, recipe.file, differs)
+        intro = html("<p>Differs in {} from <code>{}</code>.</p>{}", words, recipe.name, differs)
     parts: dict[str, dict[str, Any]] = {"": {}}
     for key, value in run.config.items():
         if isinstance(value, dict):

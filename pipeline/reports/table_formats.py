@@ -27,7 +27,7 @@ def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False)
     """A table of a paper with ours beside it.
 
     Args:
-        name: as in ``configs/ablations/``.
+        name: as in ``configs/tables/``.
         paths: run folders, and folders that hold some; none for the paper's figures alone.
         form: ``html``, ``markdown``, ``latex`` or ``csv``.
         any_data: see :mod:`pipeline.reports.row_runs`.

@@ -6,16 +6,14 @@ import re
 import shlex
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pipeline.config import load_config
+from pipeline.config.tables import FIGURES, PaperRow, PaperTable, train_command
 from pipeline.reports.comparison import mean_and_spread, results
-from pipeline.reports.papers import FIGURES, PaperRow, PaperTable, base_of, recipe_file
 from pipeline.reports.row_runs import WIDTHS, Filled, Setting, recipe_keys, row_has_own_widths
-from pipeline.runs.folder import RunFolder, flat_config
+from pipeline.runs.folder import RunFolder
 
 _COUNTED = " The last evaluation counts, of the averaged weights where the run keeps an average. ± is the standard deviation over the seeds (n − 1)."
 _RULE = (
@@ -217,41 +215,26 @@ def _missing(filled: Filled, row: PaperRow) -> Missing:
     if filled.any_data and filled.settings:
         command = _command_like(filled, row)
         return Missing(labels + "; WIDTHS: for equal cost at this size" * ("WIDTHS" in command), command)
-    path = recipe_file(str(row.config))
-    command = (
-        _in_header(path, r"^#\s+or: (.*\S)")
-        or _in_header(path, r"^# (.*pipeline\.train --config \S+)")
-        or f"python -m pipeline.train --config {path.stem}"
-    )
-    return Missing(labels, f"{command} seed=0 output_dir=runs/{row.config}_0", _shards_command(path))
+    seeded = f"seed=0 output_dir=runs/{_stem(row)}_0"
+    return Missing(labels, f"{train_command(str(row.config))} {seeded}", row.shards_command)
 
 
 def _command_like(filled: Filled, row: PaperRow) -> str:
     """The command of a run of the row in the first setting."""
     example = next(runs[0] for (_, column), runs in filled.runs.items() if column == 0)
-    recipe, ours, config = recipe_keys(str(row.config)), example.flat, recipe_file(str(row.config))
+    recipe, ours = recipe_keys(str(row.config)), example.flat
     changes = {"data.path": ours["data.path"], **filled.settings[0].changes}
     changes["train.micro_batch_size"] = ours["train.micro_batch_size"]
     if row_has_own_widths(row) and WIDTHS in changes:
         changes[WIDTHS] = "WIDTHS"
     overrides = [f"{key}={_value(value)}" for key, value in changes.items() if recipe.get(key) != value]
-    name = f"ablations/{config.stem}" if config.parent.name == "ablations" else config.stem
-    end = [f"seed={ours['seed']}", f"output_dir=runs/{row.config}_any_{ours['seed']}"]
-    return " ".join(["python -m pipeline.train --config", name, *map(shlex.quote, [*overrides, *end])])
+    end = [f"seed={ours['seed']}", f"output_dir=runs/{_stem(row)}_any_{ours['seed']}"]
+    return " ".join([f"python -m pipeline.train --config {row.config}", *map(shlex.quote, [*overrides, *end])])
 
 
-def _in_header(path: Path, pattern: str) -> str:
-    found = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else ""
-
-
-def _shards_command(path: Path) -> str:
-    """The command for a config's shards, from its header or that of a base with the same data."""
-    said, base = _in_header(path, r"^# The shards: (.*\S)"), base_of(path)
-    if said or base is None:
-        return said
-    same = flat_config(load_config(base))["data.path"] == flat_config(load_config(path))["data.path"]
-    return _shards_command(base) if same else ""
+def _stem(row: PaperRow) -> str:
+    """The name of its config without ``ablations/``, as run folders have it."""
+    return str(row.config).rpartition("/")[2]
 
 
 def _value(value: Any) -> str:

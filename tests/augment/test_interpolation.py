@@ -22,7 +22,6 @@ from pipeline.logs.sample_log import augmentation_digests
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stream.philox import Stream, uniforms
 from support.batches import train_batches
-from support.launching import REPOSITORY
 from support.randaugment_reference import GEOMETRIC, reference
 
 BATCH = 24
@@ -181,5 +180,5 @@ def test_the_graph_gives_each_operation_its_filter(imagenet_shards: Path) -> Non
 @pytest.mark.parametrize("name", ["posmlp_t", "posmlp_s", "gmlp_s", "ablations/posmlp_table1_gmlp_sgu"])
 def test_posmlps_recipe_draws_the_filter(name: str) -> None:
     """Guards against a recipe whose published configuration says random."""
-    assert load_config(REPOSITORY / f"configs/{name}.yaml").data.train_interpolation == "random"
-    assert load_config(REPOSITORY / "configs/pervit_t.yaml").data.train_interpolation == "bicubic"
+    assert load_config(name).data.train_interpolation == "random"
+    assert load_config("pervit_t").data.train_interpolation == "bicubic"

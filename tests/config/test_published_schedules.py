@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config import load_config
-from support.launching import REPOSITORY
-
-CONFIGS = REPOSITORY / "configs"
+from pipeline.config.loading import shipped_names
 
 
 @pytest.mark.parametrize(
@@ -24,14 +22,13 @@ CONFIGS = REPOSITORY / "configs"
 )
 def test_the_ends_of_the_schedule_are_the_published_ones(run: str, warmup_lr: float, min_lr: float, cooldown: float) -> None:
     """Guards against a first or last learning rate that another model's script has."""
-    optim = load_config(CONFIGS / f"{run}.yaml").optim
+    optim = load_config(run).optim
     assert (optim.warmup_lr, optim.min_lr, optim.cooldown_epochs) == (pytest.approx(warmup_lr), pytest.approx(min_lr), cooldown)
     assert not optim.warmup_prefix
 
 
 def test_convit_alone_decays_its_embeddings() -> None:
     """Guards against a ConViT without its published weight decay, and against DeiTs with it."""
-    paths = [path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "base"]
-    configs = {path.stem: load_config(path) for path in paths}
+    configs = {name: load_config(name) for name in shipped_names() if not name.startswith("base/")}
     decaying = {name for name, config in configs.items() if config.optim.decay_embeddings}
     assert decaying == {name for name, config in configs.items() if config.model.name.startswith("convit")} != set()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from pipeline.config import load_config
+from pipeline.config.tables import row_names
 from pipeline.stream.schedule import make_schedule
 from support.launching import REPOSITORY
 
@@ -27,15 +27,10 @@ def listed() -> list[tuple[str, int, int, int]]:
     ]
 
 
-def file_of(name: str) -> Path:
-    path = REPOSITORY / "configs" / f"{name}.yaml"
-    return path if path.exists() else REPOSITORY / "configs" / "ablations" / f"{name}.yaml"
-
-
 @pytest.mark.parametrize(("name", "percent", "epochs", "images"), listed(), ids=lambda value: str(value))
 def test_a_part_is_shown_as_often_as_the_table_says(name: str, percent: int, epochs: int, images: int) -> None:
     """Guards against a point of a curve that trains longer or shorter than the others, and on another part than its name says."""
-    config = load_config(file_of(name))
+    config = load_config(f"ablations/{name}" if "_table" in name or "_figure" in name else name)
     assert config.data.path == ("data/imagenet" if percent == 100 else f"data/imagenet_{percent:02d}")
     subset = percent / 100  # that --subset wrote
     schedule = make_schedule(config, round(subset * IMAGES), subset)
@@ -49,6 +44,6 @@ def test_a_part_is_shown_as_often_as_the_table_says(name: str, percent: int, epo
 def test_the_table_lists_every_config_of_the_three_papers() -> None:
     """Guards against a part that is added and that nobody finds, and against a config that is listed twice."""
     names = [name for name, *_ in listed()]
-    there = [path.stem for path in (REPOSITORY / "configs" / "ablations").glob("*.yaml") if re.match(PAPERS, path.stem)]
+    there = [stem for name in row_names() if re.match(PAPERS, stem := name.removeprefix("ablations/"))]
     assert len(names) == len(set(names)) and set(there) <= set(names)
     assert {"deit_s", "convit_s", "pervit_s", "posmlp_table1_gmlp_sgu"} <= set(names)

@@ -3,7 +3,7 @@
     python tests/support/train_recipes.py SHARDS OUT CONFIG [CONFIG ...]
 
 Everything that makes a recipe what it is stays: model, switches, augmentation, optimizer, precision, ZeRO stage. Only sizes
-change. The run folder of configs/a/b.yaml is OUT/a/b; its metrics stay, its checkpoint only if another config needs it.
+change. The run folder of the config a/b is OUT/a/b; its metrics stay, its checkpoint only if another config needs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pipeline.errors import UserError
 from pipeline.models import create_model, model_entry
 from pipeline.training.loop import train
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 BATCH = 8
 CLASSES = 10
 
@@ -41,11 +40,11 @@ def smallest_size(config: Config) -> int:
     raise AssertionError(f"{config.output_dir}: no image size suits {config.model.name} with {config.model.switches}")
 
 
-def small(path: Path, shards: Path, out: Path) -> Config:
+def small(name: str, shards: Path, out: Path) -> Config:
     """The config with sizes for seconds on a CPU."""
-    config = load_config(path)
+    config = load_config(name)
     overrides = [
-        f"output_dir={run_folder(path, out)}",
+        f"output_dir={out / name}",
         f"data.path={shards}",
         "data.num_threads=1",
         f"model.image_size={smallest_size(config)}",
@@ -57,48 +56,43 @@ def small(path: Path, shards: Path, out: Path) -> Config:
         f"eval.batch_size={BATCH}",
         "checkpoint.every_steps=null",
     ]
-    overrides += [f"train.{key}={run_folder(needed, out)}" for key, needed in runs_needed(path).items()]
-    return load_config(path, overrides)
+    overrides += [f"train.{key}={out / needed}" for key, needed in runs_needed(name).items()]
+    return load_config(name, overrides)
 
 
-def run_folder(path: Path, out: Path) -> Path:
-    """Where a config's run lies below ``out``."""
-    return out / path.relative_to(CONFIGS).with_suffix("")
-
-
-def runs_needed(path: Path) -> dict[str, Path]:
+def runs_needed(name: str) -> dict[str, str]:
     """``init_from`` and ``teacher``, where a config has them, with the configs whose runs they are."""
-    train = load_config(path).train
+    train = load_config(name).train
     named = {"init_from": train.init_from, "teacher": train.teacher}
-    return {key: CONFIGS / f"{Path(folder).name}.yaml" for key, folder in named.items() if folder}
+    return {key: Path(folder).name for key, folder in named.items() if folder}
 
 
-def train_two_steps(path: Path, shards: Path, out: Path, world: World, keep_checkpoint: bool) -> None:
+def train_two_steps(name: str, shards: Path, out: Path, world: World, keep_checkpoint: bool) -> None:
     """One config, after those whose runs it needs."""
-    if run_folder(path, out).exists():
+    if (out / name).exists():
         return
-    for needed in runs_needed(path).values():
+    for needed in runs_needed(name).values():
         train_two_steps(needed, shards, out, world, keep_checkpoint=True)
-    print(f"== {path.relative_to(CONFIGS)}", flush=True)
-    train(small(path, shards, out), world)
+    print(f"== {name}", flush=True)
+    train(small(name, shards, out), world)
     if not keep_checkpoint:
-        shutil.rmtree(run_folder(path, out) / "checkpoints")
+        shutil.rmtree(out / name / "checkpoints")
 
 
 def main() -> None:
-    shards, out, *paths = map(Path, sys.argv[1:])
-    kept = {needed for path in paths for needed in runs_needed(path).values()}
+    shards, out, names = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    kept = {needed for name in names for needed in runs_needed(name).values()}
     world = init_world()
     failed = []
-    for path in paths:
+    for name in names:
         try:
-            train_two_steps(path, shards, out, world, keep_checkpoint=path in kept)
+            train_two_steps(name, shards, out, world, keep_checkpoint=name in kept)
         except Exception:  # whatever it is, the others are still to be tried
             traceback.print_exc()
-            failed.append(str(path.relative_to(CONFIGS)))
+            failed.append(name)
     disconnect()
     if failed:
-        sys.exit(f"{len(failed)} of {len(paths)} configs failed: {' '.join(failed)}")
+        sys.exit(f"{len(failed)} of {len(names)} configs failed: {' '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_a_folders_name_comes_from_its_line_alone() -> None:
     before = {run.name for run in parse("all: --config demo\nseed=1 optim.lr=1e-3\nseed=2").runs}
     after = [run.name for run in parse("all: --config demo train.epochs=9\nseed=0\n# x\noptim.lr=1e-3 seed=1\nseed=2").runs]
     assert before == {"optim.lr=1e-3,seed=1", "seed=2"} and before < set(after)
-    assert folder_name("configs/ablations/pervit_table5_lrn.yaml", ["seed=0"]) == "pervit_table5_lrn,seed=0"
+    assert folder_name("ablations/pervit_table5_lrn", ["seed=0"]) == "pervit_table5_lrn,seed=0"
 
 
 def test_names_that_a_folder_cannot_have() -> None:
