@@ -23,7 +23,7 @@ COMMANDS = [
     "pipeline.report",
     "pipeline.sweep",
     "pipeline.watch",
-    "pipeline.follow",
+    "pipeline.track",
 ]
 COMMANDS += ["pipeline.training.restart"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint.folder import latest_step
-from pipeline.follow.position import Position
-from pipeline.follow.sending import Follower
-from pipeline.follow.tracker import About, Item, Segment
+from pipeline.track.position import Position
+from pipeline.track.sending import Sender
+from pipeline.track.tracker import About, Item, Segment
 from support.launching import run_module
 from support.ranks import Job
 from support.runs import evaluation_rows, step_rows, write_small_config
@@ -22,7 +22,7 @@ KEYS = ("train.max_steps=6", "checkpoint.every_steps=4", "eval.every_epochs=10",
 
 
 class NotYet(Exception):
-    """Raised instead of a pause: the follower would wait for more."""
+    """Raised instead of a pause: the sender would wait for more."""
 
 
 class Store:
@@ -46,15 +46,15 @@ class Store:
         self.end = state
 
 
-def followed(run: Path, folder: Path) -> str:
-    """How a follower's connection ends; "waits" if it goes on looking."""
+def tracked(run: Path, folder: Path) -> str:
+    """How a sender's connection ends; "waits" if it goes on looking."""
 
     def pause(seconds: float) -> None:
         raise NotYet
 
     store, position = Store(), Position(run, "store", "the store", folder)
     try:
-        Follower(run, "run", store, position, 0.01, sleep=pause).follow()
+        Sender(run, "run", store, position, 0.01, sleep=pause).run()
     except NotYet:
         return "waits"
     finally:
@@ -63,7 +63,7 @@ def followed(run: Path, folder: Path) -> str:
 
 
 def answers(file: Path, run: Path, folder: Path) -> dict[str, str]:
-    """What a sweep's list, a page, a terminal and a follower say of the run."""
+    """What a sweep's list, a page, a terminal and a sender say of the run."""
     page = folder / "page.html"
     run_module("pipeline.report", run, "--output", page)
     watched = run_module("pipeline.watch", run, "--once", COLUMNS="180").stdout
@@ -71,7 +71,7 @@ def answers(file: Path, run: Path, folder: Path) -> dict[str, str]:
         "sweep": run_module("pipeline.sweep", "--list", file).stdout.strip(),
         "report": page.read_text().partition('<p class="subtitle">')[2].partition("</p>")[0],
         "watch": next(line for line in watched.splitlines() if " state " in line),
-        "follow": followed(run, folder / "followed"),
+        "track": tracked(run, folder / "tracked"),
     }
 
 
@@ -93,7 +93,7 @@ def test_a_run_killed_before_its_last_save_is_not_finished(digits_shards: Path, 
     assert (
         "killed at step 6 of 6, saved at step 4" in said["watch"] and "the same command resumes it from step 4" in said["watch"]
     )
-    assert said["follow"] == "waits"
+    assert said["track"] == "waits"
 
     sweep = run_module("pipeline.sweep", file, OMP_NUM_THREADS="1").stdout
     assert "1 run, 0 finished already" in sweep and "1 of 1 run finished" in sweep, sweep
@@ -105,7 +105,7 @@ def test_a_run_killed_before_its_last_save_is_not_finished(digits_shards: Path, 
 
     said = answers(file, run, tmp_path)
     assert said["sweep"].startswith("1  seed=3  finished at step 6, top-1") and said["report"] == "pervit_t, finished at step 6"
-    assert "finished at step 6" in said["watch"] and said["follow"] == "complete"
+    assert "finished at step 6" in said["watch"] and said["track"] == "complete"
     assert "1 run, 1 finished already" in run_module("pipeline.sweep", file).stdout
     nothing = run_module("pipeline.train", "--config", config, *words, "seed=3", f"output_dir={run}")
     assert f"{run} is complete at step 6: nothing to train." in nothing.stdout

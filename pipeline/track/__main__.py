@@ -1,9 +1,9 @@
 """Send a run to a tracker while it trains: metrics, events, pictures, the config. It only reads the run's files, from any machine that
 sees them.
 
-    python -m pipeline.follow runs/pervit_t --to wandb
-    python -m pipeline.follow runs/pervit_t --to mlflow --project my_experiment
-    WANDB_MODE=offline python -m pipeline.follow runs/pervit_t --to wandb --once
+    python -m pipeline.track runs/pervit_t --to wandb
+    python -m pipeline.track runs/pervit_t --to mlflow --project my_experiment
+    WANDB_MODE=offline python -m pipeline.track runs/pervit_t --to wandb --once
 
 Waits for a run that has not started yet, and exits when it is finished. It may be stopped or killed at any time: the same command
 continues where it stopped. The trackers' own environment variables set the destination and the account; docs/trackers.md has them.
@@ -23,7 +23,7 @@ from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, counted, missing_extra
 
 if TYPE_CHECKING:
-    from pipeline.follow.tracker import Tracker
+    from pipeline.track.tracker import Tracker
 
 _LONGEST = 86_400  # seconds between two looks
 TRACKERS = {  # title, and class in ``to_NAME.py``
@@ -34,7 +34,7 @@ TRACKERS = {  # title, and class in ``to_NAME.py``
 
 
 def main() -> None:
-    parser = command_parser("pipeline.follow", __doc__)
+    parser = command_parser("pipeline.track", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's output_dir")
     parser.add_argument("--to", required=True, metavar="TRACKER", help=" or ".join(TRACKERS))
     parser.add_argument("--project", metavar="NAME", help="project or experiment (default: the tracker's variable, or pervit)")
@@ -59,28 +59,28 @@ def main() -> None:
             )
     _say_progress()
     tracker = _tracker(args.to, args.project)
-    from pipeline.follow.position import EVENTS, PICTURE, ROWS, Position
-    from pipeline.follow.sending import Follower
+    from pipeline.track.position import EVENTS, PICTURE, ROWS, Position
+    from pipeline.track.sending import Sender
 
-    log = logging.getLogger("pipeline.follow")
+    log = logging.getLogger("pipeline.track")
     log.info(f"{args.run} to {tracker.target}")
     position = Position(args.run, args.to, tracker.target)
-    follower = Follower(args.run, args.name or args.run.resolve().name, tracker, position, args.every)
+    sender = Sender(args.run, args.name or args.run.resolve().name, tracker, position, args.every)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if follower.sending and not follower.stopping:
-            follower.stopping = True  # a second signal does not wait
+        if sender.sending and not sender.stopping:
+            sender.stopping = True  # a second signal does not wait
         else:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    follower.follow(args.once)
+    sender.run(args.once)
     counts = {"row": position.count(ROWS), "event": position.count(EVENTS), "picture": position.count(PICTURE)}
     said = ", ".join(counted(count, what) for what, count in counts.items())
     if position.segment.number > 1:
         said += f", segment {position.segment.number}"
-    if unreadable := follower.files.metrics.unreadable:
+    if unreadable := sender.files.metrics.unreadable:
         said += f"; {counted(unreadable, 'line')} of metrics.jsonl that cannot be read left out"
     log.info(said)
 
@@ -91,7 +91,7 @@ def _tracker(name: str, project: str | None) -> Tracker:
     if importlib.util.find_spec(name) is None:
         raise missing_extra(*needs)
     try:
-        return getattr(importlib.import_module(f"pipeline.follow.to_{name}"), client)(project)
+        return getattr(importlib.import_module(f"pipeline.track.to_{name}"), client)(project)
     except ImportError as error:
         raise missing_extra(*needs, error=error) from None
 
@@ -99,7 +99,7 @@ def _tracker(name: str, project: str | None) -> Tracker:
 def _say_progress() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    log = logging.getLogger("pipeline.follow")
+    log = logging.getLogger("pipeline.track")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

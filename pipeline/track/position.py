@@ -1,4 +1,4 @@
-"""Read the rows of a run that are new, and note what has been sent, in a small file of this user's, so that a follower may be killed.
+"""Read the rows of a run that are new, and note what has been sent, in a small file of this user's, so that a sender may be killed.
 
 ``metrics.jsonl`` grows, until a resume cuts it back to the step of its checkpoint: then the rows that were read before no longer begin
 the file. A digest of them tells, however the file came to be another one; a copy that rsync renews is not a rewind.
@@ -6,7 +6,7 @@ the file. A digest of them tells, however the file came to be another one; a cop
 Items are noted before they are sent. What the tracker says has arrived decides, after a failure or a restart: the note is cut to that,
 and sending goes on behind it. So nothing arrives twice, and nothing is missing.
 
-    ~/.local/state/pervit-follow/RUN-TRACKER-DIGEST.json        or in $XDG_STATE_HOME
+    ~/.local/state/pervit-track/RUN-TRACKER-DIGEST.json        or in $XDG_STATE_HOME
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.files import lock_bytes, remove_leftovers, replace_text
-from pipeline.follow.tracker import Segment
 from pipeline.runs.rows import Row, Tail, is_number, parse_row
+from pipeline.track.tracker import Segment
 
 ROWS, EVENTS, PICTURE = "rows", "events", "picture"
 _WAITING = 10_000  # rows that are kept in memory until they are sent, about
@@ -103,7 +103,7 @@ class GrowingRows:
 
 
 class Position:
-    """What of one run was sent to one target. Holds a lock, so that no second follower sends the same.
+    """What of one run was sent to one target. Holds a lock, so that no second sender sends the same.
 
     Args:
         run: the run folder.
@@ -111,7 +111,7 @@ class Position:
         folder: of the file; None: the user's own.
 
     Raises:
-        UserError: another process follows this run to this target, or the file cannot be read or written.
+        UserError: another process sends this run to this target, or the file cannot be read or written.
     """
 
     identity: str  # of the run that was sent
@@ -119,7 +119,7 @@ class Position:
     mark: Mark  # the rows that were noted, by their digest
 
     def __init__(self, run: Path, tracker: str, target: str, folder: Path | None = None) -> None:
-        folder = folder or Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pervit-follow"
+        folder = folder or Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pervit-track"
         digest = hashlib.sha256(f"{run.resolve()}\n{tracker}\n{target}".encode()).hexdigest()[:10]
         name = re.sub(r"[^\w.-]", "_", run.resolve().name)[:60]
         self.path, self._run = folder / f"{name}-{tracker}-{digest}.json", run
@@ -128,7 +128,7 @@ class Position:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if not lock_bytes(self._lock, lock):
-                raise UserError(f"{run} is already followed to {target} by another process", "end that one first")
+                raise UserError(f"{run} is already being sent to {target} by another process", "end that one first")
             remove_leftovers(self.path)
         except OSError as error:
             raise self._unwritten(error) from None
@@ -199,7 +199,7 @@ class Position:
         )
 
     def release(self) -> None:
-        """Let another process follow this run."""
+        """Let another process send this run."""
         os.close(self._lock)
 
     def _load(self) -> None:

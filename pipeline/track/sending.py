@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import UserError, first_line
-from pipeline.follow.position import EVENTS, PICTURE, ROWS, GrowingRows, Position
-from pipeline.follow.tracker import About, Item, Picture, Tracker, points
 from pipeline.runs import CONFIG, ENVIRONMENT, METRICS, TENSORBOARD
 from pipeline.runs import EVENTS as EVENTS_FILE
 from pipeline.runs.files import RunFiles
 from pipeline.runs.pictures import PictureFiles
 from pipeline.runs.state import state_of
+from pipeline.track.position import EVENTS, PICTURE, ROWS, GrowingRows, Position
+from pipeline.track.tracker import About, Item, Picture, Tracker, points
 
 _log = logging.getLogger(__name__)
 _MOST = 500  # rows, and events, in one call
@@ -26,7 +26,7 @@ _LONGEST_PAUSE = 300.0  # seconds between two attempts
 _ATTEMPTS = 3  # with --once
 
 
-class FollowedRun(RunFiles):
+class TrackedRun(RunFiles):
     """A run folder with the rows and pictures that are to be sent. It need not exist yet."""
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class FollowedRun(RunFiles):
         return About(name, self.config, self.starts[-1] if self.starts else {}, texts)
 
 
-class Follower:
+class Sender:
     """Sends a run to a tracker.
 
     Args:
@@ -75,14 +75,14 @@ class Follower:
         every: float,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.files, self.position = FollowedRun(run), position
+        self.files, self.position = TrackedRun(run), position
         self._name, self._tracker, self._every, self._sleep = name, tracker, every, sleep
         self._open, self._checked = False, False
         self._described: tuple[object, ...] = ()
         self.sending = False  # whether items are on their way, which a signal should not cut off
         self.stopping = False  # set by a signal: end when they have arrived
 
-    def follow(self, once: bool = False) -> None:
+    def run(self, once: bool = False) -> None:
         """Send until the run is finished; with ``once``, what is there now.
 
         Raises:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.errors import UserError, first_line
-from pipeline.follow.tracker import About, Item, Picture, Point, Segment, flat
+from pipeline.track.tracker import About, Item, Picture, Point, Segment, flat
 
 _SEGMENT, _ITEMS, _STATE, _SUPERSEDED = "pervit.segment", "pervit.items", "pervit.state", "pervit.superseded_by"
 _METRICS, _PARAMETERS = 1000, 100  # in a call: MLflow's limits
@@ -50,7 +50,7 @@ class MLflow:
             self._client.update_run(self._run_id, status="RUNNING")
         for earlier in segment.earlier:
             self._client.set_tag(earlier, _SUPERSEDED, self._run_id)
-            if self._client.get_run(earlier).info.status == "RUNNING":  # nobody followed when the run was rewound
+            if self._client.get_run(earlier).info.status == "RUNNING":  # nobody sent when the run was rewound
                 self._client.set_terminated(earlier, "KILLED")
         self.describe(about)
         self._unsure = sent > 0

@@ -1,4 +1,4 @@
-"""``pipeline.follow`` without a client: what is read, noted and sent, whatever fails in between."""
+"""``pipeline.track`` without a client: what is read, noted and sent, whatever fails in between."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from pipeline.errors import UserError
-from pipeline.follow.position import EVENTS, PICTURE, ROWS, GrowingRows, Mark, Position
-from pipeline.follow.sending import Follower
-from pipeline.follow.tracker import About, Item, Picture, Point, Segment
-from support.followed import GrowingRun, rows_back
+from pipeline.track.position import EVENTS, PICTURE, ROWS, GrowingRows, Mark, Position
+from pipeline.track.sending import Sender
+from pipeline.track.tracker import About, Item, Picture, Point, Segment
+from support.growing_run import GrowingRun, rows_back
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ class Killed(BaseException):
 
 
 class Store:
-    """A tracker that keeps segments in memory, and loses the newest items when the follower fails, as clients with a queue do."""
+    """A tracker that keeps segments in memory, and loses the newest items when the sender fails, as clients with a queue do."""
 
     target = "the store"
 
@@ -70,8 +70,8 @@ class Store:
         return self.kept[max(self.kept, key=lambda id: int(id.partition("-")[2] or 1))]
 
 
-def follower(run: GrowingRun, store: Store, folder: Path) -> Follower:
-    return Follower(run.folder, "run", store, Position(run.folder, "store", store.target, folder), 0.01, sleep=lambda _: None)
+def sender(run: GrowingRun, store: Store, folder: Path) -> Sender:
+    return Sender(run.folder, "run", store, Position(run.folder, "store", store.target, folder), 0.01, sleep=lambda _: None)
 
 
 def arrived(items: list[Item]) -> list[dict]:
@@ -95,8 +95,8 @@ def test_a_run_arrives_whole(tmp_path: Path) -> None:
     run, store = GrowingRun(tmp_path / "run", last_step=1300), Store()
     run.start()
     run.end()
-    each = follower(run, store, tmp_path / "state")
-    each.follow()
+    each = sender(run, store, tmp_path / "state")
+    each.run()
     (items,) = store.kept.values()
     assert is_whole(run, items) and list(store.ends.values()) == ["complete"]
     loss = [item.values.get("train/loss") for item in items if isinstance(item, Point) and item.step == 7]
@@ -109,28 +109,28 @@ def test_a_run_arrives_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_kills_failures_and_rewinds_in_any_order(seed: int, tmp_path: Path) -> None:
     """Guards against an item that arrives twice or never: after a kill between noting and sending, a client that loses what it had
-    accepted, and a resume that rewinds the run while nobody follows it."""
+    accepted, and a resume that rewinds the run while nobody sends it."""
     chance = random.Random(seed)
     run, store = GrowingRun(tmp_path / "run", last_step=120), Store(random.Random(seed + 1))
     run.start()
     for _ in range(6):
         run.train(min(run.last_step - 1, run.step + chance.randint(1, 30)))
-        _follow_until_it_lives(run, store, tmp_path / "state", rounds=chance.randint(0, 3))
+        _send_until_one_lives(run, store, tmp_path / "state", rounds=chance.randint(0, 3))
         if chance.random() < 0.5:
             run.start(step=chance.randrange(0, run.step + 1, 5))
     run.end()
-    _follow_until_it_lives(run, store, tmp_path / "state", rounds=None)
+    _send_until_one_lives(run, store, tmp_path / "state", rounds=None)
     assert is_whole(run, store.newest())
     assert [end for end in store.ends.values()][-1] == "complete"
 
 
-def _follow_until_it_lives(run: GrowingRun, store: Store, folder: Path, rounds: int | None) -> None:
-    """Start followers, of which some are killed; ``None``: until one has seen the end."""
+def _send_until_one_lives(run: GrowingRun, store: Store, folder: Path, rounds: int | None) -> None:
+    """Start senders, of which some are killed; ``None``: until one has seen the end."""
     for _ in range(500):
-        each = follower(run, store, folder)
+        each = sender(run, store, folder)
         try:
             if rounds is None:
-                each.follow()
+                each.run()
             for _ in range(rounds or 0):
                 each.round()
             return
@@ -138,15 +138,15 @@ def _follow_until_it_lives(run: GrowingRun, store: Store, folder: Path, rounds: 
             continue
         finally:
             each.position.release()
-    raise AssertionError("no follower has come to its end")
+    raise AssertionError("no sender has come to its end")
 
 
-def test_a_rewind_is_seen_while_following(tmp_path: Path) -> None:
+def test_a_rewind_is_seen_while_sending(tmp_path: Path) -> None:
     """Guards against curves that go back and forth, and pictures of steps that were repeated."""
     run, store = GrowingRun(tmp_path / "run"), Store()
     run.start()
     run.train(37)
-    each = follower(run, store, tmp_path / "state")
+    each = sender(run, store, tmp_path / "state")
     while each.round():
         pass
     run.start(step=20)
@@ -158,7 +158,7 @@ def test_a_rewind_is_seen_while_following(tmp_path: Path) -> None:
     assert store.ends[each.position.segment.earlier[0]] == "superseded" and each.position.segment.number == 2
     run.start(step=45)  # a stop with a checkpoint of the last step rewinds nothing
     run.end()
-    each.follow()
+    each.run()
     assert len(store.kept) == 2 and is_whole(run, store.newest())
 
 
@@ -171,7 +171,7 @@ def test_a_copy_that_is_renewed_is_no_rewind(tmp_path: Path) -> None:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(run.folder, copy)
         if until == 10:
-            each = follower(GrowingRun(copy), store, tmp_path / "state")
+            each = sender(GrowingRun(copy), store, tmp_path / "state")
         while each.round():
             pass
     (items,) = store.kept.values()
@@ -186,8 +186,8 @@ def test_another_run_in_the_folder_is_another_run(tmp_path: Path) -> None:
         run.start()
         (folder / "environment.json").write_text(json.dumps([{"started": begun}]))
         run.end()
-        each = follower(run, store, tmp_path / "state")
-        each.follow()
+        each = sender(run, store, tmp_path / "state")
+        each.run()
         each.position.release()
         assert each.position.segment.number == 1
         assert is_whole(run, store.kept[each.position.segment.id])
@@ -196,7 +196,7 @@ def test_another_run_in_the_folder_is_another_run(tmp_path: Path) -> None:
 
 
 def test_damage_costs_only_itself(tmp_path: Path) -> None:
-    """Guards against a follower that ends at half a row, or counts it."""
+    """Guards against a sender that ends at half a row, or counts it."""
     path = tmp_path / "metrics.jsonl"
     rows = GrowingRows(path)
     assert rows.begins_with(Mark()) and rows.take(5) == []
@@ -229,12 +229,12 @@ def test_positions_are_cut_to_what_has_arrived(tmp_path: Path) -> None:
 
 
 def test_a_note_that_cannot_be_written(tmp_path: Path) -> None:
-    """Guards against the sentence of a training about checkpoints that a follower has not."""
+    """Guards against the sentence of a training about checkpoints that a sender has not."""
     (tmp_path / "state").touch()
     with pytest.raises(
-        UserError, match=r"state/pervit-follow/run-mlflow-\w+.json cannot be written \(Not a directory\).* XDG_STATE_HOME"
+        UserError, match=r"state/pervit-track/run-mlflow-\w+.json cannot be written \(Not a directory\).* XDG_STATE_HOME"
     ):
-        Position(tmp_path / "run", "mlflow", "x", tmp_path / "state" / "pervit-follow")
+        Position(tmp_path / "run", "mlflow", "x", tmp_path / "state" / "pervit-track")
 
 
 def test_once_gives_up_with_a_sentence(tmp_path: Path) -> None:
@@ -248,4 +248,4 @@ def test_once_gives_up_with_a_sentence(tmp_path: Path) -> None:
 
     store.send = refuse  # type: ignore[method-assign]
     with pytest.raises(UserError, match="^the store could not be reached .no route to host.: the same command continues"):
-        follower(run, store, tmp_path / "state").follow(once=True)
+        sender(run, store, tmp_path / "state").run(once=True)

@@ -1,4 +1,4 @@
-"""Runs that grow and are rewound, for ``pipeline.follow``; and rows of ``metrics.jsonl`` from what a tracker has."""
+"""Runs that grow and are rewound, for ``pipeline.track``; and rows of ``metrics.jsonl`` from what a tracker has."""
 
 from __future__ import annotations
 

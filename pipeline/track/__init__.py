@@ -1,4 +1,4 @@
-"""Run the command ``pipeline.follow``: send a run's files to a tracker, by a process of its own beside the training.
+"""Run the command ``pipeline.track``: send a run's files to a tracker, by a process of its own beside the training.
 
 ``tracker.py`` says what is sent, under which names, and what a tracker must offer; ``position.py`` reads what is new and notes what has
 been sent; ``sending.py`` is the loop: read, note, send, and again after any failure.

@@ -1,4 +1,4 @@
-"""``pipeline.follow`` with the real clients, where they write to this machine: what they have is what ``metrics.jsonl`` has."""
+"""``pipeline.track`` with the real clients, where they write to this machine: what they have is what ``metrics.jsonl`` has."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.follow.to_wandb import history
-from pipeline.follow.tracker import About, Segment
-from support.followed import GrowingRun, rows_back
+from pipeline.track.to_wandb import history
+from pipeline.track.tracker import About, Segment
+from support.growing_run import GrowingRun, rows_back
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 
 Row = tuple[int, float, dict[str, Any]]
@@ -38,8 +38,8 @@ def environment(folder: Path) -> dict[str, str]:
     )
 
 
-def follow(folder: Path, tracker: str, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "pipeline.follow", str(folder / "run"), "--to", tracker, "--every", "0.1", *more]
+def track(folder: Path, tracker: str, *more: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "pipeline.track", str(folder / "run"), "--to", tracker, "--every", "0.1", *more]
     return subprocess.Popen(
         command, cwd=folder, env=environment(folder), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -47,7 +47,7 @@ def follow(folder: Path, tracker: str, *more: str) -> subprocess.Popen:
 
 def noted(folder: Path) -> dict[str, Any]:
     """The position file; empty before it is there."""
-    files = list((folder / "state" / "pervit-follow").glob("run-*.json"))
+    files = list((folder / "state" / "pervit-track").glob("run-*.json"))
     return json.loads(files[0].read_text()) if files else {}
 
 
@@ -77,7 +77,7 @@ def of_wandb(folder: Path, segment: dict[str, Any]) -> tuple[list[Row], int]:
     assert [row["_step"] for row in rows] == list(range(len(rows))), "a gap, or rows that arrive twice"
     pictures = {path.name for file in files for path in (file.parent / "files" / "media").rglob("*.png")}
     with_picture = [row for row in rows if any(name.endswith(".path") for name in row)]
-    # A killed follower may have written a picture and not yet its row: it is sent again.
+    # A killed sender may have written a picture and not yet its row: it is sent again.
     sent = [Path(row[name]).name for row in with_picture for name in row if name.endswith(".path")]
     assert len(set(sent)) == len(sent) and set(sent) <= pictures
     return [(row["step"], row["_timestamp"], row) for row in rows if row not in with_picture], len(sent)
@@ -118,10 +118,10 @@ def tracker(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_what_arrives_is_what_the_run_has_written(tracker: str, tmp_path: Path) -> None:
-    """Guards against rows that are missing or there twice: the follower starts before the run, sees it rewound, is killed with what its
+    """Guards against rows that are missing or there twice: the sender starts before the run, sees it rewound, is killed with what its
     client has in memory, and goes on."""
     run = GrowingRun(tmp_path / "run")
-    process = follow(tmp_path, tracker)
+    process = track(tmp_path, tracker)
     wait_for(process, lambda: (tmp_path / "state").is_dir())
     run.start()
     run.train(37)
@@ -132,7 +132,7 @@ def test_what_arrives_is_what_the_run_has_written(tracker: str, tmp_path: Path) 
     process.kill()
     process.wait()
     run.end()
-    process = follow(tmp_path, tracker)
+    process = track(tmp_path, tracker)
     _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "78 rows, " in said and "6 pictures, segment 2" in said, said
     rows, pictures = READERS[tracker](tmp_path, noted(tmp_path)["segment"])
@@ -147,7 +147,7 @@ def test_a_signal_writes_what_the_client_holds(tmp_path: Path) -> None:
     run = GrowingRun(tmp_path / "run")
     run.start()
     run.train(5)
-    process = follow(tmp_path, "wandb")
+    process = track(tmp_path, "wandb")
     wait_for(process, lambda: rows_noted(tmp_path, segment=1) == 5)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=PATIENCE)
@@ -156,18 +156,18 @@ def test_a_signal_writes_what_the_client_holds(tmp_path: Path) -> None:
     assert rows_back(rows) == run.rows
 
 
-def test_two_followers_of_one_run(tmp_path: Path) -> None:
+def test_two_senders_of_one_run(tmp_path: Path) -> None:
     """Guards against two processes that send the same, and against files in the run folder, which is the training's."""
     pytest.importorskip("trackio", reason="pip install 'pervit-pipeline[trackio]'")
     run = GrowingRun(tmp_path / "run")
-    first = follow(tmp_path, "trackio")
+    first = track(tmp_path, "trackio")
     try:
         wait_for(first, lambda: (tmp_path / "state").is_dir() and bool(list((tmp_path / "state").rglob("*.lock"))))
         run.start()
-        second = follow(tmp_path, "trackio", "--once")
+        second = track(tmp_path, "trackio", "--once")
         _, said = second.communicate(timeout=PATIENCE)
         sentence = said.splitlines()[-1]
-        assert second.returncode == 2 and sentence.startswith(f"error: {run.folder} is already followed to "), said
+        assert second.returncode == 2 and sentence.startswith(f"error: {run.folder} is already being sent to "), said
     finally:
         first.send_signal(signal.SIGINT)
         first.communicate(timeout=PATIENCE)
@@ -203,7 +203,7 @@ def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, tmp_path
     (tmp_path / "run").mkdir()
     (tmp_path / "wandb.py").write_text("raise ImportError('of another Python')\n")  # instead of the client
     variables = {**environment(tmp_path), "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    command = [sys.executable, "-m", "pipeline.follow", *arguments]
+    command = [sys.executable, "-m", "pipeline.track", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (2, "")
     (said,) = done.stderr.splitlines()
@@ -213,7 +213,7 @@ def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, tmp_path
 def test_a_setting_that_the_client_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against the traceback of the library that checks the client's settings."""
     pytest.importorskip("wandb", reason="pip install 'pervit-pipeline[wandb]'")
-    from pipeline.follow.to_wandb import Wandb
+    from pipeline.track.to_wandb import Wandb
 
     monkeypatch.setenv("WANDB_MODE", "nonsense")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -225,7 +225,7 @@ def test_a_setting_that_the_client_refuses(tmp_path: Path, monkeypatch: pytest.M
 def test_a_project_that_the_client_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against advice to log in."""
     pytest.importorskip("wandb", reason="pip install 'pervit-pipeline[wandb]'")
-    from pipeline.follow.to_wandb import Wandb
+    from pipeline.track.to_wandb import Wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -238,7 +238,7 @@ def test_nobody_is_logged_in(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="pip install 'pervit-pipeline[wandb]'")
     GrowingRun(tmp_path / "run").start()
     variables = {key: value for key, value in environment(tmp_path).items() if key != "WANDB_API_KEY"}
-    command = [sys.executable, "-m", "pipeline.follow", "run", "--to", "wandb", "--once"]
+    command = [sys.executable, "-m", "pipeline.track", "run", "--to", "wandb", "--once"]
     variables |= {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "NETRC": str(tmp_path / "netrc")}
     done = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=PATIENCE

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.errors import UserError, first_line
-from pipeline.follow.tracker import WHERE, About, Item, Picture, Segment
+from pipeline.track.tracker import WHERE, About, Item, Picture, Segment
 
 _PATIENCE = 60.0  # seconds for items to arrive
 

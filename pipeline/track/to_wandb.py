@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError, first_line
-from pipeline.follow.tracker import About, Item, Picture, Segment
+from pipeline.track.tracker import About, Item, Picture, Segment
 
 _LINK, _PLACE = "offline-run-*-{id}/run-{id}.wandb", "wandb"
 _FILE_HEADER, _CHUNK_HEADER, _BLOCK = 7, 7, 1 << 15  # bytes
