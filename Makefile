@@ -57,8 +57,9 @@ endif
 	rm -f $(VENV)/.began*
 	touch $@
 
+# `make demo DEMO_OPTIONS="--steps 5"` is a short run.
 demo: install   ## train and evaluate on handwritten digits, in a few minutes
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh $(DEMO_OPTIONS)
 
 lint: install   ## ruff, mypy and the rules of import, as in pyproject.toml
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.command_line import command_parser, run_command
-from pipeline.errors import UserError
+from pipeline.errors import UserError, missing_extra
 
 SIDE = 64  # pixels
 TRAIN_SHARE = 0.8
@@ -51,7 +51,11 @@ def write_digits(folder: Path) -> dict[str, int]:
     """
     import numpy as np
     from PIL import Image
-    from sklearn.datasets import load_digits  # only the demo needs scikit-learn
+
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise missing_extra("the demo", "scikit-learn", "demo") from None
 
     digits = load_digits()
     counts = {"train": 0, "val": 0}

@@ -1,4 +1,4 @@
-"""Fill a node's cache with whole shards before a training begins.
+"""Fill a node's cache with shards before a training: whole ones, as many as fit.
 
     python -m data_prep.stage_shards DATA --cache DIR [--splits train val] [--gib N] [--workers N]
 

@@ -15,6 +15,29 @@ from typing import NoReturn, TextIO
 
 from pipeline.errors import USER_ERROR, UserError, first_line
 
+# Commands of ``pervit``, by what one wants to do -> module of ``python -m``. Named, not imported: most take a second to import, and
+# ``pipeline`` does not know ``data_prep``.
+COMMANDS = {
+    "Try it": {"demo": "pipeline.demo"},
+    "Data": {
+        "shard": "data_prep.shard_imagenet",
+        "verify-shards": "data_prep.verify_shards",
+        "upload-shards": "data_prep.upload_shards",
+        "stage-shards": "data_prep.stage_shards",
+    },
+    "Train": {
+        "plan": "pipeline.plan",
+        "train": "pipeline.train",
+        "sweep": "pipeline.sweep",
+        "watch": "pipeline.watch",
+        "track": "pipeline.track",
+        "checkpoint": "pipeline.checkpoint",
+    },
+    "Use": {"evaluate": "pipeline.evaluate", "predict": "pipeline.predict", "export": "pipeline.export"},
+    "Understand": {"report": "pipeline.report", "analyze": "pipeline.analyze"},
+    "Look up": {"models": "pipeline.models", "config": "pipeline.config", "flops": "pipeline.flops"},
+}
+
 
 def command_parser(module: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
     """A parser whose usage and examples show what was typed, where Python's own shows the file's name.
@@ -22,26 +45,28 @@ def command_parser(module: str, description: str | None, epilog: str | None = No
     Args:
         module: of the command, as for ``python -m``; description and epilog call it so in their examples.
     """
-    typed = _typed(module)
+    words = typed(module)
+    front = words.rpartition(" ")[0] if " " in words else "pervit"  # of `pervit train` and `python -m pipeline train`
+    others = {} if words.endswith((module, ".py")) else {m: f"{front} {n}" for c in COMMANDS.values() for n, m in c.items()}
 
-    def in_these_words(text: str | None) -> str:
-        text = (text or "").replace(f"python -m {module}", typed)  # None: of python -OO
-        if not typed.startswith("pervit-"):
-            return text
-        return re.sub(r"python -m pipeline\.(\w+)", r"pervit-\1", text)  # other commands, by their short names too
+    def in_these_words(text: str | None) -> str:  # None: of python -OO
+        return re.sub(r"python -m ([\w.]+\w)", lambda found: {**others, module: words}.get(found[1], found[0]), text or "")
 
     return argparse.ArgumentParser(
-        prog=typed,
+        prog=words,
         description=in_these_words(description),
         epilog=in_these_words(epilog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 
-def _typed(module: str) -> str:
+def typed(module: str) -> str:
+    """How this process was started: ``pervit``, ``pervit train``, ``pervit-train``, ``python FILE``, or ``python -m`` with the module."""
     called = Path(sys.argv[0])
-    if called.name.startswith("pervit-"):
+    if called.name.startswith("pervit"):
         return called.name
+    if called.name.startswith("__main__.py "):  # pipeline/__main__.py adds the command that it runs
+        return f"python -m pipeline {called.name.partition(' ')[2]}"
     if called.suffix == ".py" and sys.modules["__main__"].__spec__ is None:  # a file: python data_prep/shard_imagenet.py
         return f"python {called}"
     return f"python -m {module}"

@@ -1,4 +1,4 @@
-"""Export a trained model for other programs, with a model card and a checksum.
+"""Export a trained model for other programs: with a model card and a checksum.
 
     python -m pipeline.export runs/pervit_t --format onnx --output pervit_t.onnx
     python -m pipeline.export pervit_t.safetensors --format torch-export --output pervit_t.pt2

@@ -1,4 +1,4 @@
-"""Print the parameters and multiply-accumulates (GMACs) of the models, counted by fvcore, beside the papers' figures.
+"""Count parameters and multiply-accumulates of models: GMACs, counted by fvcore, beside the papers' figures.
 
   python -m pipeline.flops pervit_t pervit_s pervit_m
   python -m pipeline.flops deit_s --image-size 384 --json FILE

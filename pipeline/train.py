@@ -1,13 +1,4 @@
-"""Parse the command line of a training, and validate all that can be before the slow import of PyTorch and DeepSpeed."""
-
-from __future__ import annotations
-
-from functools import partial
-from pathlib import Path
-
-from pipeline.command_line import command_parser, run_command
-
-_TRAIN = """Train a model, or resume a run that was stopped: the same command, on any number of processes.
+"""Train a model, or resume a run that was stopped: the same command, on any number of processes.
 
   python -m pipeline.train --config pervit_t data.path=SHARD_DIR output_dir=runs/pervit_t
   bash launch/local.sh 8 -- pipeline.train --config pervit_t model.switches.conv_stem=false output_dir=runs/no_stem
@@ -16,13 +7,24 @@ _TRAIN = """Train a model, or resume a run that was stopped: the same command, o
 The first runs one process, the second one per GPU of a machine with 8, the third checks whether a start would succeed. On a cluster: sbatch launch/train.slurm pervit_t
 The folder launch/ is in the repository, not in an installed package.
 """
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from pipeline.command_line import command_parser, run_command
+
 _KEYS = """python -m pipeline.config lists all keys with their defaults; python -m pipeline.models lists the models, and with a
 model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any process: all save what they have trained and exit with code 75."""
 
 
 def main() -> int:
-    """Parse the command line, load the config, train; returns the exit code."""
-    parser = command_parser("pipeline.train", _TRAIN, _KEYS)
+    """Parse the command line, load the config, train; returns the exit code.
+
+    All that can be is validated before the slow import of PyTorch and DeepSpeed.
+    """
+    parser = command_parser("pipeline.train", __doc__, _KEYS)
     parser.add_argument("--config", required=True, type=Path, help="a file, or the name of a shipped config: pervit_t")
     parser.add_argument(
         "--dry-run",

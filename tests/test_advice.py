@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.__main__ import MODULES
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from test_packaging import PROJECT
 
@@ -26,20 +27,34 @@ def ask_for_help(folder: Path, *command: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("script", PROJECT["scripts"])
-def test_help_has_the_name_that_was_typed(script: str, tmp_path: Path) -> None:
-    """Guards against `pervit-train --help` that speaks of `python -m pipeline.train`."""
-    module, function = PROJECT["scripts"][script].split(":")
-    (tmp_path / script).write_text(f"from {module} import {function}\n{function}()\n")  # as pip writes it
-    shown = ask_for_help(tmp_path, script)
+def shown_by(tmp_path: Path, script: str, function: str, *words: str) -> str:
+    """The help of an installed program."""
+    module, name = function.split(":")
+    (tmp_path / script).write_text(f"from {module} import {name}\n{name}()\n")  # as pip writes it
+    return ask_for_help(tmp_path, script, *words)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_help_has_the_name_that_was_typed(name: str, tmp_path: Path) -> None:
+    """Guards against `pervit train --help` that speaks of `python -m pipeline.train`."""
+    module = MODULES[name]
+    for typed, shown in {
+        f"pervit {name}": shown_by(tmp_path, "pervit", PROJECT["scripts"]["pervit"], name),
+        f"python -m {module}": ask_for_help(tmp_path, "-m", module),
+    }.items():
+        assert shown.startswith(f"usage: {typed} ") and re.search(rf"^ *(\w+= )?{typed}( |$)", shown, re.MULTILINE), (
+            "an example"
+        )
+        other = "python -m (?!examples)" if typed.startswith("pervit") else r"pervit (?=[a-z])"
+        assert re.search(other, shown) is None, shown
+        assert set(re.findall(r"(?<!/)pervit ([a-z][a-z-]+)", shown)) <= MODULES.keys()
+
+
+@pytest.mark.parametrize("script", [script for script in PROJECT["scripts"] if script != "pervit"])
+def test_a_command_with_a_program_of_its_own(script: str, tmp_path: Path) -> None:
+    shown = shown_by(tmp_path, script, PROJECT["scripts"][script])
     assert shown.startswith(f"usage: {script} ") and re.search(rf"^ *{script} ", shown, re.MULTILINE), "an example"
     assert "python -m" not in shown
-    assert set(re.findall(r"pervit-[a-z-]+", shown)) <= PROJECT["scripts"].keys()
-
-    module = module.removesuffix(".__main__")
-    shown = ask_for_help(tmp_path, "-m", module)
-    assert shown.startswith(f"usage: python -m {module} ") and "pervit-" not in shown
-    assert re.search(rf"^ *python -m {module}\b", shown, re.MULTILINE)
 
 
 def sentences(path: Path) -> Iterator[str]:

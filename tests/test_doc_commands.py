@@ -24,7 +24,9 @@ def test_a_command_is_accepted(command: Command) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("python -m pipeline.nothing", "not a command of pyproject.toml"),
+        ("python -m pipeline.nothing", "not a command of the package"),
+        ("pervit evaluat --checkpoint runs/x --data d", "no command 'evaluat'"),
+        ("pervit evaluate --chekpoint runs/x --data d", "--checkpoint"),
         ("python -m pipeline.evaluate --chekpoint runs/x --data d", "--checkpoint"),
         ("pervit-shard --from images --output data", "--source"),
         ("python -m pipeline.train --config pervit_z", "did you mean"),
@@ -56,7 +58,7 @@ def test_a_wrong_command_is_found(text: str, said: str) -> None:
 def test_commands_are_in_blocks_that_are_checked() -> None:
     """Guards against a command that the checks above do not see because its block is not marked as bash."""
     assert len(COMMANDS) > 30
-    programs = r"(python|bash|sbatch|make|pip|uv|source|pervit-\w+) "
+    programs = r"(python|bash|sbatch|make|pip|uv|source|pervit[\w-]*) "
     for document in DOCUMENTS:
         unchecked = re.sub(r"^```bash\n.*?^```", "", (REPOSITORY / document).read_text(), flags=re.DOTALL | re.MULTILINE)
         for block in re.findall(r"^```\w*\n(.*?)^```", unchecked, re.DOTALL | re.MULTILINE):

@@ -8,24 +8,11 @@ import sys
 
 import pytest
 
+from pipeline.__main__ import MODULES
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 
 HEAVY = ("torch", "deepspeed", "nvidia.dali", "scipy", "fvcore", "tensorboard", "sklearn", "matplotlib")
-COMMANDS = [
-    "pipeline.train",
-    "pipeline.evaluate",
-    "pipeline.export",
-    "pipeline.analyze",
-    "pipeline.checkpoint",
-    "pipeline.config",
-    "pipeline.models",
-    "pipeline.flops",
-    "pipeline.report",
-    "pipeline.sweep",
-    "pipeline.watch",
-    "pipeline.track",
-]
-COMMANDS += ["pipeline.training.restart"]
+COMMANDS = [*MODULES.values(), "data_prep.make_demo_dataset", "pipeline.training.restart"]
 
 # What ``python -m COMMAND --help`` does, then the heavy modules that it has imported.
 HELP = f"""

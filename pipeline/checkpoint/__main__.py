@@ -1,4 +1,4 @@
-"""Inspect, verify and export a run's checkpoints, also while the training is running.
+"""Inspect, verify and export a run's checkpoints: also while the training is running.
 
     python -m pipeline.checkpoint inspect runs/pervit_t
     python -m pipeline.checkpoint verify runs/pervit_t/checkpoints/step-00001000

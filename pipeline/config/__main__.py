@@ -1,14 +1,17 @@
-"""Print every config key with its default and meaning, as a Markdown table, or a config in full.
+"""Print every config key with its default and meaning: or a config in full.
 
-python -m pipeline.config                 all keys, as in docs/config.md
+python -m pipeline.config                 all keys
 python -m pipeline.config optim train.    keys with one of these prefixes
-python -m pipeline.config --markdown      docs/config.md itself, with a section for each section of the config
+python -m pipeline.config --markdown      the page docs/config.md of the repository
 python -m pipeline.config --recipes       the configs that --config takes by name, and their folder
 python -m pipeline.config --config ablations/pervit_table1_e_no_cpe    a config in full, as a file, with what it is in its first lines
 """
 
 from __future__ import annotations
 
+import shutil
+import textwrap
+from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
 
@@ -39,7 +42,7 @@ def main() -> None:
         for beginning in args.beginnings:
             if not any(key.startswith(beginning) for key in flatten(Config())):
                 raise UserError(f"no key begins with {beginning!r}", "run the command without it to list all keys")
-        print(markdown_table(tuple(args.beginnings) or ("",)))
+        print(key_list(tuple(args.beginnings) or ("",), shutil.get_terminal_size().columns))
 
 
 def recipe_names() -> list[str]:
@@ -58,35 +61,49 @@ def whole_config(name: str) -> str:
     return comments + config_to_yaml(load_config(name))
 
 
+def key_list(beginnings: tuple[str, ...], width: int) -> str:
+    """Keys and defaults, the meaning below each, for a terminal of so many columns."""
+    lines = []
+    for key, default, meaning in _described(beginnings, Config):
+        lines += [
+            "",
+            f"{key}={default}",
+            *textwrap.wrap(meaning.replace("`", ""), width - 4, initial_indent="    ", subsequent_indent="    "),
+        ]
+    return "\n".join(lines[1:])
+
+
 def markdown_table(beginnings: tuple[str, ...] = ("",), root: type[Section] = Config) -> str:
-    """Markdown table of keys, defaults and meanings, as ``python -m pipeline.config`` prints it.
+    """Markdown table of keys, defaults and meanings.
 
     Args:
         beginnings: prefixes; only keys that start with one of them are listed.
     """
-    defaults = flatten(root())
-    lines = ["| key | default | meaning |", "|---|---|---|"]
-    for key, default in defaults.items():
-        if not key.startswith(beginnings):
-            continue
-        section, _, name = key.rpartition(".")
-        shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
-        lines.append(f"| `{key}` | `{shown}` | {section_fields(section, root)[name].description} |")
-    return "\n".join(lines)
+    rows = [f"| `{key}` | `{default}` | {meaning} |" for key, default, meaning in _described(beginnings, root)]
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
 
 
-_PAGE = """<!-- Generated, in the repository: python -m pipeline.config --markdown > docs/config.md -->
+def _described(beginnings: tuple[str, ...], root: type[Section]) -> Iterator[tuple[str, str, str]]:
+    """Key, default as it is written in a config, and meaning of each key with one of the prefixes."""
+    for key, default in flatten(root()).items():
+        if key.startswith(beginnings):
+            section, _, name = key.rpartition(".")
+            shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
+            yield key, shown, section_fields(section, root)[name].description or ""
+
+
+_PAGE = """<!-- Generated, in the repository: pervit config --markdown > docs/config.md -->
 # Config keys
 
 A config is a YAML file. The key `base: other.yaml` starts from another file, relative to this one; the file then
 states only what differs. `--config` takes a file, or the name of a shipped config such as `pervit_t` or
-`ablations/pervit_table1_e_no_cpe`; `python -m pipeline.config --recipes` lists them.
+`ablations/pervit_table1_e_no_cpe`; `pervit config --recipes` lists them.
 
 Any key can be overridden on the command line: `train.epochs=100`. The value is YAML, except for keys that take text: there it is
 taken verbatim, so `output_dir="runs/exp #2"` needs only the shell's quotes, and `null` still means none. Later overrides win. An
 unknown key, a wrong type and a value far beyond any recipe are errors that name the key.
 
-`python -m pipeline.config` prints these tables in a terminal, `python -m pipeline.config optim` a part of them. Which keys may change
+`pervit config` prints these keys in a terminal, `pervit config optim` a part of them. Which keys may change
 when a run is resumed: [Training](training.md#resume).
 """
 

@@ -1,4 +1,4 @@
-"""List the models, or the ablation switches of one (model.switches.NAME in a config).
+"""List the models, or the ablation switches of one: model.switches.NAME in a config.
 
   python -m pipeline.models
   python -m pipeline.models pervit_t

@@ -1,4 +1,4 @@
-"""Train many runs from one file, a line of overrides each, and compare them on one page. The same command resumes a stopped sweep.
+"""Train many runs from one file: a line of overrides each, compared on one page. The same command resumes a stopped sweep.
 
     python -m pipeline.sweep --grid --config demo optim.lr=1e-3,5e-4 seed=0,1 > sweep.txt
     python -m pipeline.sweep --jobs 2 sweep.txt

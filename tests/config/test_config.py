@@ -19,7 +19,7 @@ from pipeline.config import (
     load_config,
     load_recipe,
 )
-from pipeline.config.__main__ import markdown_table
+from pipeline.config.__main__ import key_list, markdown_table
 from pipeline.config.problems import ALIASES
 from pipeline.errors import UserError
 from support.launching import PATIENCE, REPOSITORY, clean_environment
@@ -306,7 +306,7 @@ def test_the_table_can_be_had_in_parts_without_loading_pytorch() -> None:
 
     assert "optim train." in said("--help").stdout and "set()" in said("--help").stdout
     table = said("optim.lr", "seed").stdout
-    assert "`optim.lr_batch_size`" in table and "`seed`" in table and "`optim.eps`" not in table and "set()" in table
+    assert "\noptim.lr_batch_size=512\n" in table and "\nseed=" in f"\n{table}" and "optim.eps" not in table and "set()" in table
     assert said("optimm").returncode == 2 and "no key begins with 'optimm'" in said("optimm").stderr
 
 
@@ -314,3 +314,12 @@ def test_docs_config_has_every_key() -> None:
     """Guards against a key that the command lists and the page does not."""
     page = (CONFIGS[0].parent.parent / "docs" / "config.md").read_text()
     assert [row for row in markdown_table().splitlines() if row not in page] == []
+
+
+def test_keys_in_a_terminal() -> None:
+    """Guards against Markdown where nobody renders it, lines that a terminal breaks, and a key that is left out."""
+    shown = key_list(("optim.", "seed"), 60).splitlines()
+    keys = [line.partition("=")[0] for line in shown if line and not line.startswith(" ")]
+    assert keys == [key for key in flatten(Config()) if key.startswith(("optim.", "seed"))]
+    assert not any("|" in line or "`" in line for line in shown) and max(map(len, shown)) <= 60
+    assert shown[shown.index("optim.lr=0.0005") + 1].startswith("    Peak learning rate")

@@ -41,9 +41,13 @@ def test_help_of_what_is_sourced(word: str) -> None:
     assert "fail()" not in result.stdout
 
 
-def test_the_demo_takes_no_words() -> None:
+@pytest.mark.parametrize(
+    ("word", "said"), [("--hepl", "unrecognized arguments: --hepl"), ("train.epoch=1", "did you mean 'train.epochs'?")]
+)
+def test_a_mistake_in_the_demo(word: str, said: str) -> None:
     """Guards against minutes of training after a mistyped option."""
-    assert the_sentence(launch("demo.sh", "--hepl")).startswith("error: demo.sh takes no arguments, got '--hepl'")
+    result = launch("demo.sh", word)
+    assert (result.returncode, result.stdout) == (2, "") and said in result.stderr
 
 
 @pytest.mark.parametrize("module", ["toyy", "package", "package.toyy", "no_package.toy", "toy.py", "./toy.py", "package/toy"])

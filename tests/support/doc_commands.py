@@ -27,6 +27,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from examples.detection.config import DetectionConfig
+from pipeline.__main__ import MODULES, home
 from pipeline.config import AUTO, accumulation_steps, fitting_micro_batches, load_config, load_config_as, section_from_dict
 from pipeline.errors import UserError
 from pipeline.sweep.__main__ import grid
@@ -35,8 +36,9 @@ from pipeline.sweep.lines import parse_sweep
 REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
 DOCUMENTS += sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "examples").rglob("*.md"))
-# Modules that documents call and that are no commands of the installed package -> ``module:function``.
-EXAMPLES = {name: f"{name}:command" for name in ("examples.detection.train", "examples.detection.config")}
+SCRIPTS = set(re.findall(r'^(pervit-[\w-]+) = "', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE))
+# Modules that documents call and that are no commands of ``pervit``.
+OTHER_MODULES = ("examples.detection.train", "examples.detection.config", "data_prep.make_demo_dataset")
 SBATCH = {"account", "array", "cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks-per-node", "output", "partition"}
 SWEEP = ("launch/sweep.sh", "launch/sweep.slurm")
 NEEDS = {
@@ -85,11 +87,22 @@ def find_commands(document: str) -> Iterator[Command]:
                     yield Command(place, tuple(shlex.split(part)))
 
 
-def entry_points() -> dict[str, tuple[str, str]]:
-    """Installed name -> (module of ``python -m``, ``module:function``), from pyproject.toml."""
-    found = re.findall(r'^(pervit-[\w-]+) = "([\w.]+:\w+)"', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
-    special = {"pervit-train": "pipeline.train"}  # whose command line is read in another module
-    return {name: (special.get(name, target.partition(":")[0].removesuffix(".__main__")), target) for name, target in found}
+def called_module(words: tuple[str, ...]) -> tuple[str, list[str]] | None:
+    """The module that a command runs, and its arguments; None if it is none of ``python -m``, ``pervit`` and ``pervit-train``.
+
+    Raises:
+        ValueError: ``pervit`` has no such command.
+    """
+    program, *rest = words
+    if program == "python" and rest[0] == "-m":
+        return rest[1], rest[2:]
+    if program in SCRIPTS:
+        return MODULES[program.removeprefix("pervit-")], rest
+    if program != "pervit":
+        return None
+    if rest[0] not in MODULES:
+        raise ValueError(f"pervit has no command {rest[0]!r}")
+    return MODULES[rest[0]], rest[1:]
 
 
 def check(words: tuple[str, ...]) -> None:
@@ -100,9 +113,8 @@ def check(words: tuple[str, ...]) -> None:
     """
     words = words[next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :]  # variables come first
     program, *rest = words
-    if program == "python" or program in entry_points():
-        module = rest[1] if program == "python" else entry_points()[program][0]
-        _check_module(module, rest[2:] if program == "python" else rest)
+    if called := called_module(words):
+        _check_module(*called)
     elif words[:2] == ("bash", "launch/local.sh"):
         if rest[2] != "--":
             raise ValueError(f"{rest[2]!r} instead of -- after the number of processes")
@@ -128,10 +140,9 @@ def check(words: tuple[str, ...]) -> None:
 
 
 def _check_module(module: str, arguments: list[str], processes: int = 1) -> None:
-    target = {**dict(entry_points().values()), **EXAMPLES}.get(module)
-    if target is None:
-        raise ValueError(f"{module} is not a command of pyproject.toml")
-    options = _parse(target, arguments)
+    if module not in (*MODULES.values(), *OTHER_MODULES):
+        raise ValueError(f"{module} is not a command of the package")
+    options = _parse(f"{home(module)}:command", arguments)
     if module == "examples.detection.train":
         accumulation_steps(load_config_as(DetectionConfig, options.config, options.overrides).batches, processes)
     if module == "pipeline.plan":
@@ -221,8 +232,8 @@ def _check_sweep(words: list[str]) -> None:
 def runnable(words: tuple[str, ...]) -> list[str]:
     """The command for the temporary folder: the same, with small sizes, at most two processes and data that are there."""
     words = tuple(STANDS_FOR.get(word, word) for word in words)
-    if words[0] in entry_points():
-        words = ("python", "-m", entry_points()[words[0]][0], *words[1:])
+    if called := called_module(words):
+        words = ("python", "-m", called[0], *called[1])
     if words[:2] == ("bash", "launch/local.sh"):
         words = (*words[:2], str(min(2, int(words[2]))), *words[3:])
     if "pipeline.train" in words:
