@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 # Exit codes of every command; 75 and 76 ask the job script for a restart.
 USER_ERROR = 2  # a mistake that a restart cannot fix
 PREEMPTED = 75  # stopped by a signal, all that was trained is saved (EX_TEMPFAIL of sysexits.h)
 RANK_LOST = 76  # another rank died or hangs
+
+# Extras with torchvision, whose wheels are each for one build of PyTorch -> their packages.
+_WITH_TORCHVISION = {"timm": "torchvision timm", "torchvision": "torchvision", "detection": "torchvision pycocotools"}
 
 
 def exit_reason(exit_code: int) -> str:
@@ -47,10 +51,37 @@ class NotConnected(UserError):
     exit_code = RANK_LOST
 
 
-def missing_extra(user: str, package: str, extra: str, otherwise: str = "", error: ImportError | None = None) -> UserError:
+def missing_extra(user: str, package: str, extra: str, otherwise: str = "", error: Exception | None = None) -> UserError:
     """``user``, such as an option, requires a package that an ``extra`` of pyproject.toml installs; ``error``: of its import."""
-    state = f"which cannot be imported ({error})" if error else "which is not installed"
-    return UserError(f"{user} requires {package}, {state}", f"pip install 'pervit-pipeline[{extra}]'{otherwise}")
+    state = f"which cannot be imported ({first_line(error)})" if error else "which is not installed"
+    return UserError(f"{user} requires {package}, {state}", install_extra(extra) + otherwise)
+
+
+def install_extra(extra: str) -> str:
+    """The command that installs an extra beside this copy of the package, which no registry has."""
+    import shlex
+    from importlib import metadata
+
+    try:
+        pytorch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        pytorch = ""
+    if extra in _WITH_TORCHVISION and pytorch.endswith("+cpu"):
+        release = pytorch.partition("+")[0]
+        return (
+            f"torchvision of PyPI loads only beside PyTorch of PyPI, not beside {pytorch}; in a second environment, or after "
+            f"pip uninstall torch torchvision, run: pip install torch=={release} {_WITH_TORCHVISION[extra]}"
+        )
+    clone = Path(__file__).resolve().parents[1]
+    if (clone / "constraints.txt").is_file():
+        here = clone == Path.cwd()
+        target, constraints = (".", "constraints.txt") if here else (str(clone), shlex.quote(str(clone / "constraints.txt")))
+        return f"pip install -e {shlex.quote(f'{target}[{extra}]')} -c {constraints}"
+    # Of a wheel, which may be gone: what it says that the extra is.
+    named = [
+        text.partition(";")[0].strip() for text in metadata.requires("pervit-pipeline") or [] if f'extra == "{extra}"' in text
+    ]
+    return f"pip install {shlex.join(named)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+from pipeline import errors
 from pipeline.__main__ import MODULES
+from pipeline.errors import install_extra
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from test_packaging import PROJECT
 
@@ -83,3 +88,46 @@ def test_what_is_advised_is_there() -> None:
     assert [path for path in FILES if re.search(r"python (data_prep|pipeline)/", path.read_text())] == [
         REPOSITORY / "pipeline" / "command_line.py"
     ]
+
+
+def test_an_extra_is_installed_as_this_copy_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against `pip install 'pervit-pipeline[x]'`, which no registry has, and a wheel of torchvision that does not load."""
+    in_clone = f"pip install -e '{REPOSITORY}[insight]' -c '{REPOSITORY}/constraints.txt'"
+    monkeypatch.chdir(tmp_path)
+    assert shlex.split(install_extra("insight")) == shlex.split(in_clone)
+    monkeypatch.chdir(REPOSITORY)
+    assert install_extra("insight") == "pip install -e '.[insight]' -c constraints.txt"
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "pipeline" / "errors.py"))
+    wanted = {Requirement(text) for text in PROJECT["optional-dependencies"]["insight"]}
+    assert {Requirement(word) for word in shlex.split(install_extra("insight"))[2:]} == wanted
+    for build, advice in (
+        ("2.13.0", "pip install 'timm<"),
+        ("2.13.0+cpu", "not beside 2.13.0+cpu; in a second environment, or "),
+    ):
+        monkeypatch.setattr(metadata, "version", lambda name, build=build: build)
+        assert advice in install_extra("timm")
+    assert install_extra("timm").endswith("pip uninstall torch torchvision, run: pip install torch==2.13.0 torchvision timm")
+
+
+BROKEN = """raise RuntimeError("operator torchvision::nms does not exist")\n"""
+
+
+@pytest.mark.parametrize("words", [["pipeline.models.for_timm"], ["pipeline.models", "timm:resnet18"]])
+def test_torchvision_of_another_build_is_one_sentence(words: list[str], tmp_path: Path) -> None:
+    """Guards against torchvision's traceback, where PyPI's wheel lies beside the CPU build of PyTorch."""
+    for name, text in (("timm", "import torchvision\n"), ("torchvision", BROKEN)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    program = "import sys; from pipeline.command_line import run_command; from importlib import import_module as load\n"
+    program += "run_command(lambda: getattr(load(sys.argv.pop(1)), 'main', int)())"
+    module = "pipeline.models.__main__" if words[1:] else words[0]
+    done = subprocess.run(
+        [sys.executable, "-c", program, module, *words[1:]],
+        env=clean_environment(PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    (sentence,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "cannot be imported (operator torchvision::nms does not exist): " in sentence

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from pipeline import export, load
-from pipeline.errors import UserError
+from pipeline.errors import UserError, install_extra
 from pipeline.inference.trained import read_trained
 from pipeline.models import load_exported
 from pipeline.models.weights.exported import read_metadata
@@ -203,7 +203,7 @@ def test_a_missing_package_is_named(places: dict[str, Path], command, tmp_path: 
     from pipeline.exporting import graph
 
     monkeypatch.setattr(graph, "find_spec", lambda name: None if name == "onnxruntime" else 1)
-    with pytest.raises(UserError, match=r"onnxruntime cannot be imported: pip install 'pervit-pipeline\[onnx\]'"):
+    with pytest.raises(UserError, match=re.escape(f"onnxruntime cannot be imported: {install_extra('onnx')}")):
         command(places["dir"] / "good.safetensors", "--format", "onnx", "--output", tmp_path / "a.onnx")
     assert not any(tmp_path.iterdir())
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from examples.detection.config import DetectionConfig
 from pipeline.checkpoint.weights import read_initial_weights
-from pipeline.errors import UserError, first_line
+from pipeline.errors import UserError, first_line, install_extra
 from pipeline.models import create_model, load_pretrained
 from pipeline.models.common.base import VisionModel
 from pipeline.step.precision import autocast
@@ -36,7 +36,7 @@ def import_torchvision() -> Any:
     Raises:
         UserError: it is not installed, or its operators were made for another build of PyTorch.
     """
-    remedy = "install PyTorch and torchvision of one index: pip install -e '.[detection]'"
+    remedy = install_extra("detection")
     try:
         from torchvision.models import detection
         from torchvision.ops import nms

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
-from pipeline.errors import UserError, first_line
+from pipeline.errors import UserError, first_line, install_extra
 from pipeline.exporting import Facts, Subject, checked, compare, sample_images
 
 INPUT, OUTPUT = "images", "scores"
@@ -218,7 +218,7 @@ def export_onnx(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise UserError(
             f"--format onnx requires {', '.join(_NEEDED)}, but {' and '.join(missing)} cannot be imported",
-            "pip install 'pervit-pipeline[onnx]'",
+            install_extra("onnx"),
         )
     import onnxruntime
 

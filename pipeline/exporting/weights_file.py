@@ -7,7 +7,6 @@ timm's names. What timm does not have keeps this project's name, which one impor
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ from torch import Tensor
 from pipeline.errors import UserError
 from pipeline.exporting import Facts, Subject, checked, compare
 from pipeline.files import replace_text
+from pipeline.models.timm_network import import_library
 from pipeline.models.weights.exported import read_exported, write_exported
 from pipeline.models.weights.timm_folder import CONFIG, WEIGHTS, TimmForm, read_timm_folder, timm_form
 
@@ -120,11 +120,10 @@ def _config(subject: Subject, form: TimmForm) -> dict[str, Any]:
 
 def _reader(path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
     """What reads the folder, and the model that it reads, (B, 3, S, S) -> (B, classes)."""
-    if importlib.util.find_spec("timm") is None:
-        model, _, _ = read_timm_folder(path)
-        return "this project, as timm is not installed", model
-    import timm
-
+    try:
+        timm = import_library("timm", "reading the folder")
+    except UserError as error:
+        return f"this project; {error.problem}", read_timm_folder(path)[0]
     import pipeline.models.for_timm  # noqa: F401  # registers the models
 
     return f"timm {timm.__version__}", timm.create_model(f"local-dir:{path}", pretrained=True).eval()

@@ -20,20 +20,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.errors import UserError, missing_extra
+from pipeline.errors import UserError
 from pipeline.models import as_features, create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import init_linear
 from pipeline.models.common.vit import ClassTokenModel
+from pipeline.models.timm_network import import_library
 from pipeline.models.weights.reference_names import fitting_names
 
-try:
-    from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-    from timm.models._features import FeatureInfo
-except ModuleNotFoundError as error:
-    if error.name != "timm":
-        raise
-    raise missing_extra("pipeline.models.for_timm", "timm", "timm") from None
+import_library("timm", "pipeline.models.for_timm")
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model  # noqa: E402
+from timm.models._features import FeatureInfo  # noqa: E402
 
 
 class NoHead(nn.Identity):

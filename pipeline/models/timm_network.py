@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.errors import UserError, first_line
+from pipeline.errors import UserError, first_line, missing_extra
 from pipeline.models.entry import TIMM_PREFIX
 
 _RESERVED = {  # arguments of timm.create_model that a switch must not set -> what sets them
@@ -60,12 +60,7 @@ def import_library(library: str, user: str) -> ModuleType:
         return importlib.import_module(library)
     except Exception as error:  # missing, or its operators are of another build of PyTorch: RuntimeError or OSError
         missing = isinstance(error, ModuleNotFoundError) and error.name == library
-        reason = "which is not installed" if missing else f"which does not load ({first_line(error)})"
-    extra = "'.[torchvision]'" if library == "torchvision" else library
-    raise UserError(
-        f"{user} requires {library} beside PyTorch {torch.__version__}, {reason}",
-        f"install it from PyTorch's index, PyPI or download.pytorch.org/whl/...: pip install -c constraints.txt {extra}",
-    )
+        raise missing_extra(user, library, library, error=None if missing else error) from None
 
 
 def import_timm() -> ModuleType:

@@ -306,7 +306,9 @@ def test_the_table_can_be_had_in_parts_without_loading_pytorch() -> None:
 
     assert "optim train." in said("--help").stdout and "set()" in said("--help").stdout
     table = said("optim.lr", "seed").stdout
-    assert "\noptim.lr_batch_size=512\n" in table and "\nseed=" in f"\n{table}" and "optim.eps" not in table and "set()" in table
+    assert (
+        "\noptim.lr_batch_size=512\n" in table and "\nseed=" in f"\n{table}" and "optim.eps" not in table and "set()" in table
+    )
     assert said("optimm").returncode == 2 and "no key begins with 'optimm'" in said("optimm").stderr
 
 

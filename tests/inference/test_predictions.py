@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, install_extra
 from pipeline.inference.prediction_table import check_file
 from pipeline.shards.shard_set import ShardSet
 from support.ranks import run_forked
@@ -114,5 +115,5 @@ def test_what_cannot_be_written_is_said_before_the_pass(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
     check_file("--predictions", tmp_path / "y.csv")
-    with pytest.raises(UserError, match=r"requires PyArrow, .* pip install 'pervit-pipeline\[insight\]', or write a .csv file"):
+    with pytest.raises(UserError, match=f"requires PyArrow, .* {re.escape(install_extra('insight'))}, or write a .csv file"):
         check_file("--predictions", tmp_path / "y.parquet")

@@ -20,7 +20,8 @@ JOB = {**TIMES, "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "name", "SLURM_JOB_NUM_NO
 def repository(tmp_path: Path) -> Path:
     """The scripts beside a ``pipeline.plan`` that prints its words, and a ``srun`` that says so."""
     root = tmp_path / "a repository"
-    shutil.copytree(REPOSITORY / "launch", root / "launch")
+    for name in ("launch", "configs"):
+        shutil.copytree(REPOSITORY / name, root / name)
     shutil.copytree(REPOSITORY / "examples" / "detection", root / "examples" / "detection")
     (root / "pipeline").mkdir()
     (root / "pipeline" / "__init__.py").touch()

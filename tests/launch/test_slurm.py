@@ -50,7 +50,8 @@ def cluster(ports: Iterator[int]) -> Iterator[Cluster]:
 def toy_repository(tmp_path: Path) -> Path:
     """The launch scripts around a ``pipeline.train`` that prints what it was given and exits as told."""
     root = tmp_path / "toy repository"  # a path with a space
-    shutil.copytree(REPOSITORY / "launch", root / "launch")
+    for name in ("launch", "configs"):
+        shutil.copytree(REPOSITORY / name, root / name)
     (root / "pipeline").mkdir()
     (root / "pipeline" / "__init__.py").touch()
     (root / "pipeline" / "train.py").write_text(
@@ -122,7 +123,7 @@ def test_tasks_find_each_other(cluster: Cluster, toy_repository: Path, tmp_path:
 def test_a_job_on_one_node_listens_on_loopback_alone(cluster: Cluster, tmp_path: Path) -> None:
     """Guards against a store or a connection that other machines reach although none of them takes part."""
     root = tmp_path / "repository"
-    for name in ("launch", "pipeline"):
+    for name in ("launch", "pipeline", "configs"):
         shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "pipeline" / "train.py").write_text(
         "import json, psutil\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, install_extra
 from pipeline.exporting.graph import trace
 from pipeline.models import create_model, load_pretrained, model_entry, reference_state_dict
 from pipeline.models.entry import defined_names
@@ -240,7 +241,7 @@ def test_without_timm_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     """Guards against an ImportError. This one runs without timm too."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else find(name))
-    with pytest.raises(UserError, match=r"requires timm, which is not installed: pip install 'pervit-pipeline\[timm\]'"):
+    with pytest.raises(UserError, match=re.escape(f"requires timm, which is not installed: {install_extra('timm')}")):
         check_name("timm:resnet18")
 
 

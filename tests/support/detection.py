@@ -6,6 +6,8 @@ import importlib.util
 
 import pytest
 
+from pipeline.errors import install_extra
+
 
 def needs_torchvision() -> None:
     """Skip the test where torchvision's operators do not load beside this PyTorch, or pycocotools is missing."""
@@ -17,4 +19,4 @@ def needs_torchvision() -> None:
     except UserError as error:
         pytest.skip(str(error))
     if importlib.util.find_spec("pycocotools") is None:
-        pytest.skip("there is no package 'pycocotools': pip install '.[detection]'")
+        pytest.skip(f"there is no package 'pycocotools': {install_extra('detection')}")

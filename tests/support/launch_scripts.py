@@ -36,7 +36,8 @@ def write_python(folder: Path, command: str, name: str = "python") -> Path:
 def copied_scripts(folder: Path) -> Path:
     """A copy of the scripts, with a ``.venv`` that leaves its mark in the environment."""
     root = folder / "a repository"
-    shutil.copytree(REPOSITORY / "launch", root / "launch")
+    for name in ("launch", "configs"):
+        shutil.copytree(REPOSITORY / name, root / name)
     (root / "note.py").write_text(NOTE)
     write_python(root / ".venv" / "bin", f'export MARK=venv; exec "{sys.executable}" "$@"')
     return root

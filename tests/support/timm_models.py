@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from pipeline.errors import install_extra
+
 SIZE = 64  # pixels
 # Kind -> name, and switches that make it shallow where timm has no small one.
 ARCHITECTURES: dict[str, tuple[str, str]] = {
@@ -29,7 +31,7 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
 def installed_timm() -> ModuleType:
     """timm, or a skip with the reason why it does not load here."""
     if importlib.util.find_spec("timm") is None:
-        pytest.skip("timm is not installed: pip install '.[timm]'")
+        pytest.skip(f"timm is not installed: {install_extra('timm')}")
     try:
         import timm
     except Exception as error:  # torchvision's operators are of another build of PyTorch

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, install_extra
 from pipeline.track.to_wandb import history
 from pipeline.track.tracker import About, Segment
 from support.growing_run import GrowingRun, rows_back
@@ -113,7 +113,7 @@ READERS = {"wandb": of_wandb, "mlflow": of_mlflow, "trackio": of_trackio}
 
 @pytest.fixture(params=READERS)
 def tracker(request: pytest.FixtureRequest) -> Iterator[str]:
-    pytest.importorskip(request.param, reason=f"pip install 'pervit-pipeline[{request.param}]'")
+    pytest.importorskip(request.param, reason=install_extra(request.param))
     yield request.param
 
 
@@ -143,7 +143,7 @@ def test_what_arrives_is_what_the_run_has_written(tracker: str, tmp_path: Path) 
 
 def test_a_signal_writes_what_the_client_holds(tmp_path: Path) -> None:
     """Guards against Weights & Biases' 32 KiB in memory, which a process that ends at once takes with it."""
-    pytest.importorskip("wandb", reason="pip install 'pervit-pipeline[wandb]'")
+    pytest.importorskip("wandb", reason=install_extra("wandb"))
     run = GrowingRun(tmp_path / "run")
     run.start()
     run.train(5)
@@ -158,7 +158,7 @@ def test_a_signal_writes_what_the_client_holds(tmp_path: Path) -> None:
 
 def test_two_senders_of_one_run(tmp_path: Path) -> None:
     """Guards against two processes that send the same, and against files in the run folder, which is the training's."""
-    pytest.importorskip("trackio", reason="pip install 'pervit-pipeline[trackio]'")
+    pytest.importorskip("trackio", reason=install_extra("trackio"))
     run = GrowingRun(tmp_path / "run")
     first = track(tmp_path, "trackio")
     try:
@@ -212,7 +212,7 @@ def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, tmp_path
 
 def test_a_setting_that_the_client_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against the traceback of the library that checks the client's settings."""
-    pytest.importorskip("wandb", reason="pip install 'pervit-pipeline[wandb]'")
+    pytest.importorskip("wandb", reason=install_extra("wandb"))
     from pipeline.track.to_wandb import Wandb
 
     monkeypatch.setenv("WANDB_MODE", "nonsense")
@@ -224,7 +224,7 @@ def test_a_setting_that_the_client_refuses(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_project_that_the_client_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against advice to log in."""
-    pytest.importorskip("wandb", reason="pip install 'pervit-pipeline[wandb]'")
+    pytest.importorskip("wandb", reason=install_extra("wandb"))
     from pipeline.track.to_wandb import Wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -235,7 +235,7 @@ def test_a_project_that_the_client_refuses(tmp_path: Path, monkeypatch: pytest.M
 
 def test_nobody_is_logged_in(tmp_path: Path) -> None:
     """Guards against a question for a key that nobody answers, or a client's traceback."""
-    pytest.importorskip("wandb", reason="pip install 'pervit-pipeline[wandb]'")
+    pytest.importorskip("wandb", reason=install_extra("wandb"))
     GrowingRun(tmp_path / "run").start()
     variables = {key: value for key, value in environment(tmp_path).items() if key != "WANDB_API_KEY"}
     command = [sys.executable, "-m", "pipeline.track", "run", "--to", "wandb", "--once"]
