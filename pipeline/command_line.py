@@ -9,9 +9,9 @@ import re
 import select
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from pipeline.errors import USER_ERROR, UserError, first_line
 
@@ -39,7 +39,20 @@ COMMANDS = {
 }
 
 
-def command_parser(module: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+class CommandParser(argparse.ArgumentParser):
+    """A parser that lets ``look`` see the words first, with the options that it knows, for better answers than argparse's."""
+
+    look: Callable[[Sequence[str], Collection[str]], None] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See the base class."""
+        words = sys.argv[1:] if args is None else list(args)
+        if self.look:
+            self.look(words, self._option_string_actions)
+        return super().parse_known_args(words, namespace)
+
+
+def command_parser(module: str, description: str | None, epilog: str | None = None) -> CommandParser:
     """A parser whose usage and examples show what was typed, where Python's own shows the file's name.
 
     Args:
@@ -52,7 +65,7 @@ def command_parser(module: str, description: str | None, epilog: str | None = No
     def in_these_words(text: str | None) -> str:  # None: of python -OO
         return re.sub(r"python -m ([\w.]+\w)", lambda found: {**others, module: words}.get(found[1], found[0]), text or "")
 
-    return argparse.ArgumentParser(
+    return CommandParser(
         prog=words,
         description=in_these_words(description),
         epilog=in_these_words(epilog),

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline.command_line import command_parser, run_command
+from pipeline.command_line import run_command
 from pipeline.errors import UserError, counted
 from pipeline.runs import CONFIG, METRICS
 
@@ -35,14 +35,14 @@ _LAUNCHER = Path(__file__).parents[1] / "launch" / "local.sh"  # of a clone; an 
 
 def main() -> None:
     """Run the four steps. The first that fails ends the process with its exit code."""
-    parser = command_parser("pipeline.demo", __doc__)
+    from pipeline.config import load_config
+    from pipeline.config.options import override_parser
+
+    parser = override_parser("pipeline.demo", __doc__, example="train.epochs=2")
     parser.add_argument("--steps", type=int, metavar="N", help="train for N steps only: train.max_steps=N")
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=2")
     args = parser.parse_intermixed_args()
     if args.steps is not None and args.steps < 1:
         raise UserError(f"--steps must be at least 1, got {args.steps}", "correct it")
-    from pipeline.config import load_config
-
     overrides = [*args.overrides, *([] if args.steps is None else [f"train.max_steps={args.steps}"])]
     config = load_config("demo", overrides)  # a mistake is found before anything is written
     shards, run = config.data.path, config.output_dir

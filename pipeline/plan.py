@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import hardware
-from pipeline.command_line import command_parser, run_command
+from pipeline.command_line import run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable
 from pipeline.stores.place import place_argument
@@ -79,10 +79,11 @@ def earlier_run(given: Path | None, subject: Subject) -> tuple[Measured | None, 
 
 def main() -> int:
     """Print the page; returns 0 if the run fits into memory, else 1."""
-    parser = command_parser("pipeline.plan", __doc__, _EPILOG)
+    from pipeline.config.options import override_parser
+
+    parser = override_parser("pipeline.plan", __doc__, _EPILOG, "train.activation_checkpointing=true")
     add = parser.add_argument
     add("--config", required=True, type=Path, help="a file, or the name of a shipped config: pervit_t")
-    add("overrides", nargs="*", metavar="dotted.key=value", help="for example train.activation_checkpointing=true")
     add("--nodes", type=int, default=1, help="default: %(default)s")
     add("--gpus-per-node", type=int, default=1, help="one process for each; default: %(default)s")
     add("--gpu", default=hardware.DEFAULT_GPU, help=f"{', '.join(hardware.GPUS)}, or {CPU}; default: %(default)s")

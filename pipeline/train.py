@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from pipeline.command_line import command_parser, run_command
+from pipeline.command_line import run_command
 
 _KEYS = """python -m pipeline.config lists all keys with their defaults; python -m pipeline.models lists the models, and with a
 model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any process: all save what they have trained and exit with code 75."""
@@ -24,14 +24,15 @@ def main() -> int:
 
     All that can be is validated before the slow import of PyTorch and DeepSpeed.
     """
-    parser = command_parser("pipeline.train", __doc__, _KEYS)
+    from pipeline.config.options import override_parser
+
+    parser = override_parser("pipeline.train", __doc__, _KEYS)
     parser.add_argument("--config", required=True, type=Path, help="a file, or the name of a shipped config: pervit_t")
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="check everything and take one step on random images with the real model, without writing or changing a file",
     )
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=100")
     args = parser.parse_intermixed_args()
 
     from pipeline.cluster.environment import StopSignal

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 
 import pytest
 
 from pipeline.__main__ import command, overview
 from pipeline.command_line import COMMANDS, run_command
+from pipeline.config.options import override_parser
+from pipeline.errors import UserError
 
 
 def _stop(*_: object) -> None:
@@ -61,3 +64,32 @@ def test_no_such_command(
     with pytest.raises(SystemExit) as ended:
         command()
     assert (ended.value.code, *capsys.readouterr()) == (2, "", sentence)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--lr 1e-3 --config demo", "config keys are not options, got --lr: write optim.lr=1e-3."),
+        ("--config demo --lr=-1", "config keys are not options, got --lr=-1: write optim.lr=-1."),
+        ("--optim.lr -1", "config keys are not options, got --optim.lr: write optim.lr=-1."),
+        ("--warmup-prefix", "config keys are not options, got --warmup-prefix: write optim.warmup_prefix=true."),
+        ("--seed", "config keys are not options, got --seed: write seed=VALUE."),
+        ("--epoch 3", "config keys are not options, got --epoch: write train.epochs=3."),
+        ("--batch-size 64", "got --batch-size: write train.global_batch_size=64 or train.micro_batch_size=64"),
+    ],
+)
+def test_a_key_that_is_written_as_an_option(words: str, sentence: str) -> None:
+    """Guards against "unrecognized arguments: --lr", after which one searches the help for a learning rate."""
+    for module in ("pipeline.train", "pipeline.plan"):
+        parser = override_parser(module, "")
+        parser.add_argument("--config")
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            parser.parse_intermixed_args(words.split())
+
+
+def test_options_stay_options() -> None:
+    """Guards against a command's own option, or the beginning of one, that is taken for a key."""
+    parser = override_parser("pipeline.train", "")
+    parser.add_argument("--micro-batch")
+    given = parser.parse_intermixed_args(["optim.lr=1", "--micro", "3", "seed=2"])
+    assert (given.micro_batch, given.overrides) == ("3", ["optim.lr=1", "seed=2"])
