@@ -112,8 +112,10 @@ def summary(result: dict[str, Any], run: Path, seconds: int, processes: int) -> 
         "results": f"{run}/: checkpoints/, metrics.jsonl, tensorboard/, config.yaml",
     }
     activated = sys.prefix == sys.base_prefix or os.environ.get("VIRTUAL_ENV") == sys.prefix
+    environment = os.path.relpath(sys.prefix)
+    environment = sys.prefix if environment.startswith("..") else environment
     commands = {
-        **({} if activated else {"the environment of these commands": f"source {os.path.relpath(sys.prefix)}/bin/activate"}),
+        **({} if activated else {"the environment of these commands": f"source {environment}/bin/activate"}),
         "look at curves, images and position maps": "tensorboard --logdir runs",
         "train another model, the same way": "pervit train --config demo model.name=deit_t output_dir=runs/demo_deit",
         "your own images, FOLDER/CLASS/*.jpg; a tenth is set aside for evaluation": "pervit shard --source FOLDER --val-share 0.1 "

@@ -114,45 +114,60 @@ def test_a_config_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert advice in str(error.value)
 
 
-def test_a_wheel_brings_the_configs_and_the_licence(tmp_path: Path) -> None:
-    """Guards against an installed package without configs, where only the repository has them."""
-    source = tmp_path / "source"
-    for folder in ("pipeline", "data_prep", "configs"):
-        shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the wheel, as pip would install them."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pipeline", "data_prep", "configs"):
+        shutil.copytree(REPOSITORY / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / file, source)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        tmp_path,
-        source,
-    ]
-    subprocess.run(command, check=True, timeout=PATIENCE)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    installed = tmp_path / "installed"
-    assert {path.relative_to(installed / "pipeline" / "recipes") for path in installed.rglob("*.y*ml")} == {
+        shutil.copy(REPOSITORY / file, folder / "source")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, folder / "source"], check=True, timeout=PATIENCE)
+    (built,) = folder.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(folder / "installed")
+    return folder / "installed"
+
+
+def test_a_wheel_brings_the_configs_and_the_licence(wheel: Path, tmp_path: Path) -> None:
+    """Guards against an installed package without configs, where only the repository has them."""
+    assert {path.relative_to(wheel / "pipeline" / "recipes") for path in wheel.rglob("*.y*ml")} == {
         path.relative_to(REPOSITORY / "configs") for path in (REPOSITORY / "configs").rglob("*.y*ml")
     }
     modules = {
         path.relative_to(REPOSITORY) for folder in ("pipeline", "data_prep") for path in (REPOSITORY / folder).rglob("*.py")
     }
-    assert {path.relative_to(installed) for path in installed.rglob("*.py")} == modules
-    assert len(list(installed.rglob("licenses/LICENSE"))) == 1
+    assert {path.relative_to(wheel) for path in wheel.rglob("*.py")} == modules
+    assert len(list(wheel.rglob("licenses/LICENSE"))) == 1
 
     program = "from pipeline.config import load_config; print(load_config('ablations/pervit_table5_lrn').model.name)"
-    environment = clean_environment(PYTHONPATH=str(installed))
+    environment = clean_environment(PYTHONPATH=str(wheel))
     found = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert found.stdout == "pervit_t\n", found.stderr
+
+
+def test_the_demo_of_a_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Guards against a demo that needs the repository, and one that leaves nothing to go on with."""
+    pytest.importorskip("sklearn")
+    small = "model.image_size=32 train.global_batch_size=8 train.micro_batch_size=8 eval.batch_size=64 --steps 2"
+    words = [sys.executable, "-m", "pipeline", "demo", *small.split()]
+    environment = clean_environment(PYTHONPATH=str(wheel))
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.findall(r"^== (\d)/4", done.stdout, re.MULTILINE) == ["1", "2", "3", "4"]
+    assert "top-1 on 359 held-out images" in done.stdout and "pervit_t, after 2 steps" in done.stdout
+    assert (tmp_path / "runs" / "demo" / "checkpoints").is_dir()
+
+    (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError(name='sklearn')\n")
+    shutil.rmtree(tmp_path / "demo")
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    (sentence,) = done.stderr.splitlines()
+    assert done.returncode == 2 and sentence.startswith(
+        "error: the demo requires scikit-learn, which is not installed: pip install "
+    )
 
 
 def make(folder: Path, *words: str) -> str:
