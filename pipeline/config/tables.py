@@ -158,7 +158,7 @@ def header(name: str) -> str:
     figures = [f"{row.figures[key]} {unit}{beside * (key == 'top1')}" for key, unit in _UNITS.items() if key in row.figures]
     label = ", ".join(f"{column} {text}".strip() for column, text in zip(table.columns, row.labels))
     lines = [
-        f"sbatch launch/train.slurm {name}     (1 node x 8 GPUs)",
+        f"sbatch launch/train.slurm {name}     # in the repository; 1 node x 8 GPUs",
         f"  or: {train_command(name)}",
         *_lines(f"{heading(row)}."),
         *_lines(f"Row: {label}; on {table.data.title}."),
@@ -177,9 +177,9 @@ def heading(row: PaperRow) -> str:
     return f"{own.paper}, {own.where}{also and f', also {also}'}: {row.about}"
 
 
-def train_command(config: str) -> str:
+def train_command(config: str, *overrides: str) -> str:
     """The command that trains a config of the tables on one machine."""
-    return f"bash launch/local.sh 8 -- pipeline.train --config {config}"
+    return f"bash launch/local.sh 8 -- pipeline.train --config {' '.join([config, *overrides])}    # in the repository"
 
 
 def _lines(text: str) -> list[str]:

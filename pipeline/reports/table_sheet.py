@@ -216,7 +216,7 @@ def _missing(filled: Filled, row: PaperRow) -> Missing:
         command = _command_like(filled, row)
         return Missing(labels + "; WIDTHS: for equal cost at this size" * ("WIDTHS" in command), command)
     seeded = f"seed=0 output_dir=runs/{_stem(row)}_0"
-    return Missing(labels, f"{train_command(str(row.config))} {seeded}", row.shards_command)
+    return Missing(labels, train_command(str(row.config), seeded), row.shards_command)
 
 
 def _command_like(filled: Filled, row: PaperRow) -> str:
