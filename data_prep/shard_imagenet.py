@@ -136,8 +136,10 @@ def _write(args: argparse.Namespace, output: Output, rules: ImageRules, share: S
         classes = counted(len(set(source.labels.tolist())), "class")
         print(f"{source.path}: {counted(len(source), 'image')} of {classes} for the {split} split")
         if source.ignored:
+            endings = ", ".join(f"{n:,} {ending or 'without an ending'}" for ending, n in source.ignored.most_common(5))
             print(
-                f"{source.path}: {counted(source.ignored, 'other file')} not of the form class/*.JPEG (or jpg, png, webp, tif, bmp): ignored"
+                f"{source.path}: {counted(source.ignored.total(), 'other file')} ignored ({endings}): an image is a JPEG, PNG, WebP, "
+                "TIFF or BMP file in the folder of its class"
             )
     names = _class_names(args, output, sources)
     for split, source in sources.items():
@@ -244,7 +246,7 @@ def add_writing_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=MAX_REJECTED,
         metavar="SHARE",
-        help=f"stop when more than this fraction of the images cannot be decoded (default: {MAX_REJECTED})",
+        help=f"stop when more than this fraction of the images cannot be decoded (default: {MAX_REJECTED}); above 0, one always may be",
     )
     parser.add_argument("--resize-short-side", type=int, metavar="PX", help="resize larger images to a short side of PX pixels")
     parser.add_argument("--quality", type=int, metavar="Q", help="JPEG quality of resized images, 1 to 100 (default: 90)")

@@ -62,7 +62,7 @@ def write_shards(
         workers: number of worker processes.
         seed: determines the order of the samples.
         rules: how images are checked and stored.
-        max_rejected: fraction of the images that may be rejected.
+        max_rejected: fraction of the images that may be rejected; above 0, one may be in any set.
         share: the shards that this call writes.
         say: called with a message about shards that an earlier run finished.
 
@@ -130,7 +130,8 @@ class TooManyRejected(UserError):
 
 
 def _stop_at_too_many(job: ShardJob, rejected: list[dict], max_rejected: float) -> None:
-    allowed = int(max_rejected * len(job.source) + 1e-9)  # 1e-9: 0.29 * 100 is 28.999999999999996
+    # One file in a small set is no sign of a damaged copy. 1e-9: 0.29 * 100 is 28.999999999999996
+    allowed = max(int(max_rejected > 0), int(max_rejected * len(job.source) + 1e-9))
     if len(rejected) > allowed:
         first = "; ".join(f"{line['file']}: {line['reason']}" for line in rejected[:3])
         raise TooManyRejected(

@@ -13,7 +13,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from pipeline.checkpoint.folder import parse_step
+from pipeline.checkpoint.folder import is_path, parse_step
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.stores.place import place_argument
@@ -64,16 +64,25 @@ def run(args: argparse.Namespace) -> None:
         UserError: there is no such model, data, figure or image, or the output cannot be written.
     """
     _check(args)
-    from pipeline.analysis.writing import prepare_output
-
-    prepare_output(args.output)
-
-    # Imported only now: PyTorch takes seconds to import, and --help must not wait for it.
-    from pipeline.analysis.session import Options, analyze, read_subject
+    from pipeline.checkpoint.folder import check_source
     from pipeline.logs import console
+    from pipeline.shards.image_folder import check_data
+
+    if is_path(args.checkpoint):
+        check_source(Path(args.checkpoint), args.step)
+    if args.data is not None:
+        check_data(args.data)
 
     console.install()
-    subject = read_subject(args.checkpoint, args.step, args.seed)
+    # Imported only now: PyTorch takes seconds to import, and --help must not wait for it.
+    with console.stage("loading the libraries"):
+        from pipeline.analysis.session import Options, analyze, read_subject
+        from pipeline.analysis.writing import prepare_output
+
+        prepare_output(args.output)
+
+    with console.stage(f"reading {args.checkpoint}"):
+        subject = read_subject(args.checkpoint, args.step, args.seed)
     options = {name: value for name, value in vars(args).items() if name not in ("checkpoint", "step")}
     analyze(subject, Options(**options))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from pipeline.errors import USER_ERROR, UserError, first_line
+from pipeline.terminal import fitted, paint
 
 # Commands of ``pervit``, by what one wants to do -> module of ``python -m``. Named, not imported: most take a second to import, and
 # ``pipeline`` does not know ``data_prep``.
@@ -86,6 +87,8 @@ def typed(module: str) -> str:
 
 
 def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
+    if message.startswith("error: "):
+        message = fitted(paint("error:", "red", sys.stderr) + message.removeprefix("error:"), sys.stderr)
     print(message, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

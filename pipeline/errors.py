@@ -95,8 +95,8 @@ def first_few(names: Sequence[str], most: int = 3) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """A number with its noun: ``1 shard``, ``2 shards``, ``3 classes``, ``1,000 images``."""
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}{'es' if word.endswith('s') else 's'}"
+    """A number with its noun: ``1 shard``, ``2 shards``, ``3 classes``, ``4 batches``, ``1,000 images``."""
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}{'es' if word.endswith(('s', 'ch')) else 's'}"
 
 
 def printable(text: str, limit: int) -> str:

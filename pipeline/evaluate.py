@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked, warn
+from pipeline.metrics import tells_top5
 from pipeline.stores.place import place_argument
+from pipeline.terminal import fitted, paint
 
 
 def main() -> None:
@@ -40,23 +43,30 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command. Collective."""
+    from pipeline.checkpoint.folder import check_source
     from pipeline.inference.prediction_table import Names, check_file, prediction_dtype, write_rows
+    from pipeline.logs import console
+    from pipeline.shards.image_folder import check_data, open_split
 
     if args.json:
         check_writable(args.json)
     if args.predictions:
         check_file("--predictions", args.predictions)
+    check_source(args.checkpoint, args.step)
+    check_data(args.data)
 
     # Imported only now: PyTorch takes seconds, and --help must not wait for it.
-    from pipeline.cluster.rendezvous import disconnect
-    from pipeline.config.values import parse_switches
-    from pipeline.inference.evaluation import check_same_classes, evaluate, evaluation_loader
-    from pipeline.inference.prediction import RankRows, collect_evaluated
-    from pipeline.shards.image_folder import open_split
+    with console.stage("loading the libraries"):
+        from pipeline.cluster.rendezvous import disconnect
+        from pipeline.config.values import parse_switches
+        from pipeline.inference.evaluation import check_same_classes, evaluate, evaluation_loader
+        from pipeline.inference.prediction import RankRows, collect_evaluated
 
-    trained, config = read_asked(args)
+    with console.stage(f"reading {args.checkpoint}"):
+        trained, config = read_asked(args)
     config = config.with_values({"model.switches": {**config.model.switches, **parse_switches(args.switch)}})
-    images = open_split(args.data, args.split, trained.classes if trained.named else None)
+    with console.stage(f"listing {args.data}"):
+        images = open_split(args.data, args.split, trained.classes if trained.named else None)
     if trained.named:
         check_same_classes(images, trained.classes, of=str(args.checkpoint))
     elif len(images.classes) != len(trained.classes):
@@ -68,15 +78,17 @@ def run(args: argparse.Namespace) -> None:
         warn(f"{args.checkpoint} does not name its classes: they are taken to be those of the images, in the same order")
 
     try:
-        model = trained.build_model(config.model.switches)
+        with console.stage(f"building {config.model.name}"):
+            model = trained.build_model(config.model.switches)
     except RuntimeError:  # PyTorch's list of parameter names would not help
         raise UserError(
             f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}",
             "leave out each --switch that adds, removes or reshapes parameters",
         ) from None
-    session = open_session(model, config.train.precision, args)
-    world, precision = session.world, session.precision
-    loader = evaluation_loader(images, config, world)
+    with console.stage("opening the loader"):
+        session = open_session(model, config.train.precision, args)
+        world, precision = session.world, session.precision
+        loader = evaluation_loader(images, config, world)
     dtype = prediction_dtype(min(5, len(images.classes)), labelled=True)
     with RankRows(args.predictions, dtype, loader.batches, world) if args.predictions else nullcontext() as rows:
         result = evaluate(session.run(model), loader, world, consumer=collect_evaluated(rows) if rows else None)
@@ -90,7 +102,8 @@ def run(args: argparse.Namespace) -> None:
             )
         if rows:
             names = Names(images.key, images.classes, trained.shown if trained.named else images.class_names)
-            rows.publish(lambda merged: write_rows(args.predictions, merged, names, labelled=True))
+            with console.stage(f"writing {args.predictions}"):
+                rows.publish(lambda merged: write_rows(args.predictions, merged, names, labelled=True))
     if world.is_main:
         row = {
             "model": config.model.name,
@@ -104,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
             **result,
             "left_out": len(images) - result["count"],
         }
-        print(table(row, precision.reason))
+        print(fitted(table(row, precision.reason), sys.stdout))
         if args.json:
             args.json.write_text(json.dumps(row, indent=1) + "\n")
     disconnect()
@@ -115,13 +128,15 @@ def table(row: dict, why_precision: str) -> str:
     switches = ", ".join(f"{name}={value}" for name, value in row["switches"].items())
     left_out = f", {row['left_out']} left out" if row["left_out"] else ""
     split = f" ({row['split']})" if row["split"] else ""  # a plain folder has no split
+    top1 = paint(f"{row['top1']:6.2f} %", "green", sys.stdout)
+    top5 = {"top-5": f"{row['top5']:6.2f} %   {row['correct5']:,} right"} if tells_top5(len(row["class_count"])) else {}
     lines = {
         "model": row["model"] + (f" ({switches})" if switches else ""),
         "weights": f"{row['weights']}, step {row['step']} of {row['checkpoint']}",
         "precision": f"{row['precision']}, {why_precision}",
         "images": f"{row['count']:,} of {row['data']}{split}{left_out}",
-        "top-1": f"{row['top1']:6.2f} %   {row['correct1']:,} right",
-        "top-5": f"{row['top5']:6.2f} %   {row['correct5']:,} right",
+        "top-1": f"{top1}   {row['correct1']:,} right",
+        **top5,
         "loss": f"{row['loss']:8.4f}",
     }
     return "\n".join(f"{name:<11}{text}" for name, text in lines.items())

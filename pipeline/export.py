@@ -13,15 +13,17 @@ kept an average of its weights (train.ema_decay), the average is exported unless
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.folder import find_checkpoint, parse_step, step_folder
+from pipeline.checkpoint.folder import check_source, find_checkpoint, parse_step, step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.exporting import FORMATS, Format, Subject, Training, find_format, training_from_json
+from pipeline.terminal import fitted
 
 if TYPE_CHECKING:
     from pipeline.exporting.placing import Place
@@ -54,9 +56,11 @@ def main() -> int:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code: 1 if ``--verify`` found damage."""
     from pipeline.exporting.placing import check_hub, find_place, push, verify
+    from pipeline.logs.console import stage
 
     if args.verify:
-        problems = verify(args.verify)
+        with stage(f"reading {args.verify}"):
+            problems = verify(args.verify)
         print("\n".join(f"DAMAGED {sentence}" for sentence in problems) if problems else "whole")
         return DAMAGED if problems else 0
     for name in ("checkpoint", "format", "output"):
@@ -67,14 +71,20 @@ def run(args: argparse.Namespace) -> int:
     precision = check_options(args, form)
     if args.push_to_hub:
         check_hub(args.push_to_hub)
+    check_source(args.checkpoint, args.step)
     place = find_place(args.output, form, args.force)
-    subject = read_subject(args.checkpoint, args.step, args.weights, args.names)
-    size, line = export(subject, form, place, precision)
+    with stage(f"loading PyTorch and {args.checkpoint}"):
+        subject = read_subject(args.checkpoint, args.step, args.weights, args.names)
+    with stage(f"exporting to {form.name}, reading it back and comparing scores"):
+        size, line = export(subject, form, place, precision)
     its = subject.description
-    print(f"{args.output}: {form.name} of {its.model}, {its.weights} weights of step {its.step}, {size / 1e6:.1f} MB\n{line}")
+    made = f"{args.output}: {form.name} of {its.model}, {its.weights} weights of step {its.step}, {size / 1e6:.1f} MB"
+    print(fitted(f"{made}\n{line}", sys.stdout))
     if args.push_to_hub:
         message = f"{its.model}, {form.name}, step {its.step}"
-        print(f"pushed: {push(place.files(), args.push_to_hub, message, args.private)}")
+        with stage(f"uploading to {args.push_to_hub}"):
+            pushed = push(place.files(), args.push_to_hub, message, args.private)
+        print(f"pushed: {pushed}")
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
 from pipeline.files import check_writable
+from pipeline.terminal import Stage
 
 if TYPE_CHECKING:
     from pipeline.models.flops import FlopRow
@@ -70,9 +71,10 @@ def main() -> None:
     from pipeline.config.values import parse_switches
 
     switches = parse_switches(args.switch)
-    from pipeline.models.flops import count  # imported late: PyTorch takes seconds, and --help does not need it
+    with Stage("loading PyTorch and counting"):
+        from pipeline.models.flops import count  # imported late: PyTorch takes seconds, and --help does not need it
 
-    rows = [count(name, args.image_size, switches=switches) for name in args.models or models.list_models()]
+        rows = [count(name, args.image_size, switches=switches) for name in args.models or models.list_models()]
     print(table(rows))
     print(*(sentence for row in rows for sentence in row.remarks()), _NOTES, sep="\n")
     if args.json:

@@ -26,6 +26,11 @@ class Metric:
     values: list[Any] = field(default_factory=list)
 
 
+def tells_top5(classes: int) -> bool:
+    """Whether a terminal shows top-5 accuracy: of fewer than ten classes, five are half of all or more."""
+    return classes >= 10
+
+
 _step: dict[str, Metric] | None = None  # being recorded
 
 

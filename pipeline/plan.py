@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,9 @@ from pipeline import hardware
 from pipeline.command_line import run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable
+from pipeline.shards.shard_set import check_shards
 from pipeline.stores.place import place_argument
+from pipeline.terminal import Stage, fitted
 
 if TYPE_CHECKING:
     from pipeline.planning.memory import Subject
@@ -48,7 +51,8 @@ def subject_of(args: argparse.Namespace) -> Subject:
     config = load_config(args.config, overrides)
     check_name(config.model.name)
 
-    from pipeline.planning.memory import Subject  # PyTorch takes seconds
+    with Stage("loading PyTorch"):
+        from pipeline.planning.memory import Subject
 
     return Subject(config, args.nodes, args.gpus_per_node, gpu)
 
@@ -103,22 +107,30 @@ def main() -> int:
         raise UserError(f"--network must be positive, in GB/s, got {args.network:g}", "25 is a port of 200 Gbit/s")
     if args.json:
         check_writable(args.json)
+    if args.data:
+        check_shards(args.data)
     subject = subject_of(args)
 
-    from pipeline.planning import page
-    from pipeline.planning.length import count_images, measure_loader, parse_time_limit
-    from pipeline.planning.memory import plan_memory, settled
-    from pipeline.planning.time import Time, rates_of
+    with Stage("loading PyTorch and DeepSpeed"):
+        from pipeline.planning import page
+        from pipeline.planning.length import count_images, measure_loader, parse_time_limit
+        from pipeline.planning.memory import plan_memory, settled
+        from pipeline.planning.time import Time, rates_of
 
     limit = None if args.time_limit is None else parse_time_limit(args.time_limit)
     subject = settled(subject)
     # First what may be wrong with the arguments, which takes no time.
     run, passed_over = earlier_run(args.measured, subject)
     images = count_images(subject.config, args.data)
-    memory = plan_memory(subject)
-    loader = measure_loader(subject.config, args.data) if args.data else None
-    time = Time(subject, rates_of(subject), images, 1e9 * args.network, limit, args.price, loader, run)
-    print(page.text(subject, memory, time, passed_over))
+    with Stage(f"tracing a step of {subject.config.model.name}"):
+        memory = plan_memory(subject)
+    with Stage("measuring how fast images are read"):
+        loader = measure_loader(subject.config, args.data) if args.data else None
+    with Stage("estimating time"):
+        time = Time(subject, rates_of(subject), images, 1e9 * args.network, limit, args.price, loader, run)
+    with Stage("looking for what fits better"):
+        text = page.text(subject, memory, time, passed_over)
+    print(fitted(text, sys.stdout))
     if args.json:
         args.json.write_text(json.dumps(page.figures(subject, memory, time), indent=1) + "\n")
     return 0 if memory.fits else 1

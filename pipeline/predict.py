@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import command_parser, run_command
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked
+from pipeline.metrics import tells_top5
+from pipeline.terminal import fitted, paint
 
 if TYPE_CHECKING:
     from pipeline.inference.prediction import RankRows, Tally
@@ -50,21 +52,26 @@ def run(args: argparse.Namespace) -> int:
     check_arguments(args)
 
     # Imported only now: PyTorch takes seconds, and --help must not wait for it.
-    from pipeline.cluster.rendezvous import disconnect
-    from pipeline.inference.evaluation import evaluation_loader
-    from pipeline.inference.image_list import ImageList, find_images, read_list
-    from pipeline.inference.prediction import RankRows, predict
-    from pipeline.inference.prediction_table import Names, features_dtype, prediction_dtype
+    from pipeline.logs.console import stage
 
-    trained, config = read_asked(args)
-    config = config.with_values({"data.max_bad_samples": 2**31 - 1})
-    model = trained.build_model()
-    session = open_session(model, config.train.precision, args)
+    with stage("loading the libraries"):
+        from pipeline.cluster.rendezvous import disconnect
+        from pipeline.inference.evaluation import evaluation_loader
+        from pipeline.inference.image_list import ImageList, find_images, read_list
+        from pipeline.inference.prediction import RankRows, predict
+        from pipeline.inference.prediction_table import Names, features_dtype, prediction_dtype
+
+    with stage(f"reading {args.checkpoint}"):
+        trained, config = read_asked(args)
+        config = config.with_values({"data.max_bad_samples": 2**31 - 1})
+        model = trained.build_model()
+        session = open_session(model, config.train.precision, args)
     world = session.world
     lines = read_list(sys.stdin.buffer) if world.is_main and "-" in args.images else iter(())
     if world.size > 1:  # the input is rank 0's; alone, one name is in memory at a time until it is packed
         lines = iter(world.from_main(list(lines)))
-    images = ImageList(find_images(args.images, lines), trained.classes, args.by_folder)
+    with stage("listing the images"):
+        images = ImageList(find_images(args.images, lines), trained.classes, args.by_folder)
     top = min(args.top, len(trained.classes))
     width = model.pooled_width if args.features else 0
     loader = evaluation_loader(images, config, world)
@@ -92,6 +99,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         from pipeline.inference.prediction_table import ENDINGS, FEATURE_ENDINGS, check_file
 
         check_file("--output", args.output, FEATURE_ENDINGS if args.features else ENDINGS)
+    from pipeline.checkpoint.folder import check_source
+    from pipeline.inference.image_list import check_arguments as check_images
+
+    check_source(args.checkpoint, args.step)
+    check_images(args.images)
 
 
 def write(args: argparse.Namespace, rows: RankRows, names: Names, count: int, width: int) -> Tally:
@@ -109,7 +121,7 @@ def write(args: argparse.Namespace, rows: RankRows, names: Names, count: int, wi
             write_features(args.output, merged, names, count, width)
         else:
             write_rows(args.output, merged, names)
-        report(args, tally)
+        report(args, tally, len(names.shown))
 
     rows.publish(put)
     return tally
@@ -125,20 +137,21 @@ def print_table(merged: Merged, names: Names) -> None:
         for row, error in zip(rows[: max(0, _SHOWN - shown)], errors):
             best = zip(row["top"].tolist(), row["probability"].tolist())
             text = f"error: {error}" if error else "  ".join(f"{names.shown[label]} {part:.1%}" for label, part in best)
-            print(f"{names.file(int(row['index']))}  {text}")
+            print(fitted(f"{names.file(int(row['index']))}  {text}", sys.stdout))
             shown += 1
     if total > shown:
         print(f"... and {total - shown} more: --output FILE.csv has all")
 
 
-def report(args: argparse.Namespace, tally: Tally) -> None:
+def report(args: argparse.Namespace, tally: Tally, classes: int) -> None:
     """Report what was counted, on stderr, where it is not in the way of a table."""
     if args.by_folder and tally.count:
         for name, correct in (("top-1", tally.correct1), ("top-5", tally.correct5)):
-            if name == "top-1" or args.top >= 5:
-                print(f"{name}  {100 * correct / tally.count:6.2f} %   {correct:,} of {tally.count:,} right")
+            if name == "top-1" or args.top >= 5 and tells_top5(classes):
+                share = paint(f"{100 * correct / tally.count:6.2f} %", "green", sys.stdout)
+                print(f"{name}  {share}   {correct:,} of {tally.count:,} right")
     where = f" in {args.output}" if args.output else ""
-    print(f"{tally.count:,} images{where}, {tally.errors:,} with an error", file=sys.stderr)
+    print(f"{counted(tally.count, 'image')}{where}, {tally.errors:,} with an error", file=sys.stderr)
 
 
 command = partial(run_command, main, resumes=False)

@@ -25,6 +25,7 @@ from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable, replace_text
 from pipeline.stores.place import place_argument
+from pipeline.terminal import Stage
 
 
 def main() -> None:
@@ -60,10 +61,13 @@ def main() -> None:
         _refuse_options_of_one_run(args, f"{len(args.runs)} paths are given")
     output = args.output or (Path("report.html") if args.table is None or args.format == "html" else None)
     if output is None:
-        print(_text(args), end="")
+        with Stage("reading the runs"):
+            text = _text(args)
+        print(text, end="")
         return
     check_writable(output)
-    text = _text(args)
+    with Stage(f"making {output}"):
+        text = _text(args)
     replace_text(output, text)
     size = len(text.encode())
     print(f"{output}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{output}: {size / 1e3:.1f} kB")

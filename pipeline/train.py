@@ -10,6 +10,7 @@ The folder launch/ is in the repository, not in an installed package.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -37,19 +38,24 @@ def main() -> int:
 
     from pipeline.cluster.environment import StopSignal
 
-    with StopSignal() as stop:  # from the beginning: starting takes a while
+    # From the beginning: starting takes a while. A dry run has nothing to save, and ends at once.
+    stop = StopSignal()
+    with nullcontext() if args.dry_run else stop:
         from pipeline.config import load_config, load_recipe
         from pipeline.logs import console
         from pipeline.models.registry import check_name
+        from pipeline.training.paths import check_paths
 
         console.outlive_the_terminal()
         console.install()
         config = load_config(args.config, args.overrides)
         check_name(config.model.name)
+        check_paths(config)
         if console.is_first_process():
             start = "a dry run of " if args.dry_run else ""
             console.say(f"{start}{config.model.name} into {config.output_dir}: loading PyTorch, DeepSpeed and DALI")
-        from pipeline.training.loop import connect_and_train
+        with console.stage("loading the libraries"):
+            from pipeline.training.loop import connect_and_train
 
         return connect_and_train(config, stop, load_recipe(args.config), args.dry_run)
 

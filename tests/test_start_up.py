@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_help_needs_none_of_the_heavy_imports(module: str) -> None:
         assert len(re.findall(rf"\n *(?:python -m {module}|bash launch/local.sh) ?", result.stdout)) >= 2, "two examples needed"
 
 
-def test_a_mistake_in_the_config_and_the_first_line_come_before_the_heavy_imports() -> None:
+def test_a_mistake_in_the_config_and_the_first_line_come_before_the_heavy_imports(tmp_path: Path) -> None:
     """Guards against a minute, on a busy machine, in which nothing shows whether the training has begun."""
     for override, hint in (
         ("train.epoch=1", "did you mean 'train.epochs'?"),
@@ -57,7 +58,8 @@ def test_a_mistake_in_the_config_and_the_first_line_come_before_the_heavy_import
         assert "| torch\n" not in wrong.stderr and "pydantic\n" in wrong.stderr
 
     block = "import sys; sys.modules['torch'] = None; from pipeline.train import command; command()"
-    begun = run_python("-c", block, "--config", "configs/demo.yaml")
+    (tmp_path / "manifest.json").touch()
+    begun = run_python("-c", block, "--config", "configs/demo.yaml", f"data.path={tmp_path}")
     assert begun.returncode == 2 and "has no package 'torch': use the Python of the environment" in begun.stderr
     assert begun.stdout.endswith("pervit_t into runs/demo: loading PyTorch, DeepSpeed and DALI\n")
 

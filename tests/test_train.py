@@ -113,7 +113,7 @@ def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path:
     assert all(keys <= row.keys() for row in rows)
     times = [json.loads(line)["time"] for line in (run / "metrics.jsonl").read_text().splitlines()]  # of every row
     assert started < times[0] and sorted(times) == times and times[-1] < time.time()
-    assert all(0 < row["mfu"] < 1.5 and 0 <= row["data_wait"] < 1 for row in rows)
+    assert all(row["mfu"] is None and 0 <= row["data_wait"] < 1 for row in rows)  # no data sheet has a CPU's peak
     assert [row["step"] for row in evaluation_rows(run)] == [9, 18]
     best = max(evaluation_rows(run), key=lambda row: row["top1"])["step"]  # the first of equals
     assert set(saved_steps(run)) == {15, 18, best}
@@ -142,7 +142,7 @@ def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path:
         "eval": {"top1", "top5", "loss"},  # TensorBoard opens the first two groups
         "train": {"loss", "lr", "grad_norm"},
         "trouble": {"replaced", "bad_samples", "skipped_steps"},
-        "utilization": {"images_per_second", "mfu", "data_wait", "data_wait_rank", "memory_gib", "peak_memory_gib"},
+        "utilization": {"images_per_second", "data_wait", "data_wait_rank", "memory_gib", "peak_memory_gib"},
     }
     assert set(events.Tags()["scalars"]) == {f"{group}/{name}" for group, names in shown.items() for name in names}
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 19))

@@ -7,6 +7,7 @@ import hashlib
 import os
 import tarfile
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Source(Protocol):
 
     kind: str  # format, recorded in the manifest
     path: str
-    ignored: int  # files whose names are not those of images
+    ignored: Counter[str]  # files whose names are not those of images: ending, such as ".txt" -> how many
     class_names: list[str]  # in index order; the classes of all splits of the source
     labels: np.ndarray  # (n,) int32: index into class_names
     subset: float  # fraction of each class that was kept; 1.0: all
@@ -89,7 +90,7 @@ class ListedSource(ABC):
         path: of the source, for the manifest and messages.
         class_names: in index order.
         entries: the images, in any order.
-        ignored: number of files whose names are not those of images.
+        ignored: names of files that are not images, or not where an image of a class is.
     """
 
     kind: str
@@ -97,10 +98,10 @@ class ListedSource(ABC):
     keep_formats = True
     class_words: Mapping[str, str] = {}
 
-    def __init__(self, path: str | Path, class_names: list[str], entries: Iterable[Entry], ignored: int = 0) -> None:
+    def __init__(self, path: str | Path, class_names: list[str], entries: Iterable[Entry], ignored: Iterable[str] = ()) -> None:
         self.path = str(path)
         self.class_names = class_names
-        self.ignored = ignored
+        self.ignored = Counter(os.path.splitext(name)[1].lower() for name in ignored)
         label_of = {class_name: label for label, class_name in enumerate(class_names)}
         entries = sorted(entries, key=lambda entry: (label_of[entry.class_name], entry.name))
         self.labels = np.array([label_of[entry.class_name] for entry in entries], dtype=np.int32)  # (n,)

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, changed, read_listed, refuse_duplicates
-from pipeline.errors import UserError
-from pipeline.shards.image_checks import is_image
+from pipeline.errors import UserError, counted, first_few
+from pipeline.shards.image_checks import is_image, walk_images
 
 _ENCRYPTED = 0x1  # bit 0 of a member's flags
 _REPACK = "download it again or pack it again with zip -r"
@@ -17,14 +17,14 @@ _Member = tuple[tuple[str, ...], int, zipfile.ZipInfo]  # parts of the path, ind
 
 
 class ImageFolder(ListedSource):
-    """A tree ``root/<split>/<class>/*.JPEG``, or ``root/<class>/*.JPEG`` with one split.
+    """A tree ``root/<split>/<class>/*.JPEG``, or ``root/<class>/*.JPEG`` with one split; a class may have further folders.
 
     Args:
         root: the tree. The folder of the val split may be called ``val`` or ``test``.
         split: ``train`` or ``val``.
 
     Raises:
-        UserError: the folder or the split is missing, or there are no images.
+        UserError: the folder or the split is missing, there are no images, or a class has none in any split.
     """
 
     kind = "imagefolder"
@@ -39,17 +39,30 @@ class ImageFolder(ListedSource):
         self._root = folders.get(split, Path(root))
         class_names = sorted({entry.name for folder in folders.values() or [self._root] for entry in class_folders(folder)})
         entries: list[Entry] = []
-        ignored = 0
+        beside = [entry for place in {Path(root), self._root} for entry in os.scandir(place)]
+        ignored = [entry.name for entry in beside if not entry.is_dir() and not entry.name.startswith(".")]
+        empty: list[str] = []
         for class_name in class_names:
-            folder = self._root / class_name
-            files = list(os.scandir(folder)) if folder.is_dir() else []
-            images = [file for file in files if file.is_file() and is_image(file.name)]
-            entries += [Entry(class_name, f"{class_name}/{file.name}", file.stat().st_size) for file in images]
-            ignored += len(files) - len(images)
+            folder, before = self._root / class_name, len(entries)
+            for name, image in walk_images(folder) if folder.is_dir() else ():
+                if image:
+                    entries.append(Entry(class_name, f"{class_name}/{name}", (folder / name).stat().st_size))
+                else:
+                    ignored.append(name)
+            others = (other / class_name for other in folders.values() if other != self._root)
+            if len(entries) == before and not any(
+                image for other in others if other.is_dir() for _, image in walk_images(other)
+            ):
+                empty.append(class_name)
         if not entries:
             raise UserError(
                 f"source folder {self._root} must have at least 1 image, got 0 in {len(class_names)} class folders",
                 f"pass a folder that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG",
+            )
+        if empty:
+            raise UserError(
+                f"every folder of {self._root} must have an image, got none in {counted(len(empty), 'class folder')} ({first_few(empty)})",
+                "add images, or remove or hide the folder (.NAME): each folder would become a class",
             )
         super().__init__(root, class_names, entries, ignored)
 
@@ -96,7 +109,7 @@ class ZipFolder(ListedSource):
     kind = "zip"
 
     def __init__(self, path: str | Path, split: str) -> None:
-        images, others = _members(str(path))
+        images, ignored = _members(str(path))
         folders = _split_folders(images)
         if folders and split not in folders:
             raise UserError(
@@ -104,11 +117,14 @@ class ZipFolder(ListedSource):
             )
         depth = 2 if folders else 1  # folders above an image: SPLIT/CLASS or CLASS
         tops = set(folders.values())
-        labelled = [member for member in images if len(member[0]) == depth + 1 and (not folders or member[0][0] in tops)]
-        class_names = sorted({parts[-2] for parts, _, _ in labelled})
+        labelled = [member for member in images if len(member[0]) > depth and (not folders or member[0][0] in tops)]
+        ignored += [
+            "/".join(member[0]) for member in images if not (len(member[0]) > depth and (not folders or member[0][0] in tops))
+        ]
+        class_names = sorted({parts[depth - 1] for parts, _, _ in labelled})
         # Named as in the unpacked tree, without enclosing folders, so that both give the same shards.
         entries = [
-            Entry(parts[-2], "/".join(parts[-2:]), info.file_size, place)
+            Entry(parts[depth - 1], "/".join(parts[depth - 1 :]), info.file_size, place)
             for parts, place, info in labelled
             if not folders or parts[0] == folders[split]
         ]
@@ -118,7 +134,7 @@ class ZipFolder(ListedSource):
                 f"{path} must have at least 1 image of its {split} split, got 0 in {len(class_names)} class folders",
                 f"pass a zip of CLASS/*.JPEG or {split}/CLASS/*.JPEG",
             )
-        super().__init__(path, class_names, entries, others + len(images) - len(labelled))
+        super().__init__(path, class_names, entries, ignored)
 
     def _bytes(self, sample: int) -> bytes:
         name, place, size = self._names[sample], int(self._places[sample]), int(self._sizes[sample])
@@ -157,8 +173,8 @@ def _opened(path: str) -> zipfile.ZipFile:
         raise UserError(f"{path} is not a complete zip file ({error})", _REPACK) from None
 
 
-def _members(path: str) -> tuple[list[_Member], int]:
-    """The images, with folders that enclose the whole tree removed from their paths, and the number of other files.
+def _members(path: str) -> tuple[list[_Member], list[str]]:
+    """The images, with folders that enclose the whole tree removed from their paths, and the names of other files.
 
     Raises:
         UserError: encrypted.
@@ -169,8 +185,9 @@ def _members(path: str) -> tuple[list[_Member], int]:
     if encrypted:
         raise UserError(f"{path} must not be encrypted, got {encrypted} encrypted members", "pack it again without a password")
     paths = [tuple(part for part in info.filename.split("/") if part not in ("", ".")) for _, info in infos]
-    images = [(parts, *info) for parts, info in zip(paths, infos) if parts and is_image(parts[-1]) and parts[0][0] != "."]
-    others = len(infos) - len(images)
+    hidden = [any(part[0] == "." for part in parts[:-1]) or not parts for parts in paths]
+    images = [(parts, *info) for parts, info, hid in zip(paths, infos, hidden) if not hid and is_image(parts[-1])]
+    others = [info.filename for parts, (_, info), hid in zip(paths, infos, hidden) if not hid and not is_image(parts[-1])]
     while len({m[0][0] for m in images}) == 1 and not _split_folders(images) and all(len(m[0]) > 2 for m in images):
         images = [(parts[1:], place, info) for parts, place, info in images]
     return images, others

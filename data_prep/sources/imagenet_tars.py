@@ -62,16 +62,16 @@ def train_source(path: Path, more_classes: Iterable[str] = ()) -> ImageNetTar:
     """
     wnids: list[str] = []
     entries: list[Entry] = []
-    ignored = 0
+    ignored: list[str] = []
     with tqdm(
         total=path.stat().st_size, desc=f"reading the headers of {path.name}", unit="B", unit_scale=True, disable=None
     ) as bar:
         for wnid, place, size in _class_tars(path):
             members = [(m.name.rpartition("/")[2], m) for m in _walk(path, f"{path}: {wnid}.tar", place, size) if not m.isdir()]
             images = [(name, m) for name, m in members if m.isfile() and not m.issparse() and is_image(name)]
+            ignored += [name for name, m in members if (name, m) not in images] if len(images) < len(members) else []
             wnids.append(wnid)
             entries += [Entry(wnid, f"{wnid}/{name}", m.size, place + m.offset_data) for name, m in images]
-            ignored += len(members) - len(images)
             bar.update(size)
     if not entries:
         raise UserError(f"{path} must have at least 1 image, got 0", _DOWNLOAD)

@@ -14,7 +14,7 @@ in the layer's output, but not in a measure of Φc or Φa.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +25,7 @@ from pipeline.cluster.world import World
 from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Loader
 from pipeline.models.common.probe import observed
+from pipeline.terminal import Progress
 
 REGIONS = ("c", "p", "m", "f")  # central, para-central, mid and far peripheral
 _ANGLES, _FIELD = (5, 40, 120, 220), 220  # degrees of the visual field (PerViT, Appendix B)
@@ -136,16 +137,14 @@ def run_pass(
     loader: Loader[EvalBatches],
     world: World,
     collectors: Sequence[Collector],
-    progress: Callable[[range], Iterable[int]] = lambda batches: batches,
 ) -> int:
     """One pass over the loader's set. Collective. Returns the images seen by all ranks.
 
     Args:
         forward: images (B, 3, H, W) -> anything; a model in eval mode, not compiled.
-        progress: wraps the range of batches, as tqdm does.
     """
     count = torch.zeros((), dtype=torch.float64, device=world.device)
-    for _ in progress(range(len(loader.batches))):
+    for _ in Progress(len(loader.batches), "analyzing", "batches", world.is_main):
         batch = next(loader)
         look(forward, batch.images, batch.valid, collectors)
         count += batch.valid.sum()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from pipeline.analysis import images as choosing
 from pipeline.analysis.attention import AttentionChapter, DeiTChapter
@@ -22,9 +20,10 @@ from pipeline.analysis.pervit import PerViTChapter, RegionsChapter
 from pipeline.analysis.pervit_extremes import ExtremesChapter
 from pipeline.analysis.pervit_maps import ImagesChapter, MapsChapter
 from pipeline.analysis.writing import ANALYSIS, PAGE, write_analysis
+from pipeline.checkpoint.folder import is_path
 from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.config import Config, config_from_dict
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.inference.evaluation import evaluation_loader
 from pipeline.inference.trained import read_trained
 from pipeline.logs import console
@@ -59,7 +58,7 @@ def read_subject(source: str, step: int | str | None = None, seed: int = 0) -> S
         UserError: neither a path nor a model's name; damaged; weights not finite; a step of fresh weights.
     """
     path = Path(source)
-    if path.exists() or "/" in source or path.suffix:
+    if is_path(source):
         trained = read_trained(path, step)
         origin = {"checkpoint": source, "step": trained.step, "weights": trained.kind}
         return Subject(trained.build_model(), trained.config, trained.classes, origin)
@@ -103,11 +102,12 @@ def analyze(subject: Subject, options: Options) -> None:
     """
     its = subject.config.model
     request = Request(subject.model, its.image_size, options.query)
-    chapters = chapters_of(request)
+    with console.stage("looking at the weights"):
+        chapters = chapters_of(request)
+        findings = findings_of(chapters)
     if not chapters:
         raise UserError(f"pipeline.analyze requires a model of this project's families, got {its.name}", "analyze one of them")
     check_query(request)
-    findings = findings_of(chapters)  # of the weights
     check_names(options.only, findings, its.name)
     if options.data is None:
         restrict(findings, options.only)  # raises before the start of several processes
@@ -119,18 +119,19 @@ def analyze(subject: Subject, options: Options) -> None:
     if options.data is not None and needs_images(findings, options.only):
         subject.model.to(world.device)
         config = subject.config.with_values({"eval.batch_size": options.batch_size})
-        examples = choosing.load_examples(split, numbers, config, world) if world.is_main else []
+        with console.stage("reading the examples"):
+            examples = choosing.load_examples(split, numbers, config, world) if world.is_main else []
         request = replace(request, examples=examples)
         chapters = chapters_of(request)
         chosen = choosing.chosen_images(split, options.images, options.seed)
-        progress = partial(tqdm, desc="analyzing", unit="batch", leave=False, disable=None if world.is_main else True)
         loader = evaluation_loader(chosen, config, world)
-        count = run_pass(subject.model, loader, world, [seen for chapter in chapters for seen in chapter.collectors], progress)
+        count = run_pass(subject.model, loader, world, [seen for chapter in chapters for seen in chapter.collectors])
         report_bad_samples(world, loader.bad.take_unreported(), {})
         loader.close()
         where = {"of": len(split), "data": str(options.data), "split": split.split, "seed": options.seed}
         images = {"count": count, "left_out": len(chosen) - count, **where}
-        findings = findings_of(chapters) if world.is_main else findings
+        with console.stage("collecting what was found"):
+            findings = findings_of(chapters) if world.is_main else findings
     if world.is_main:
         findings = restrict(findings, options.only)
         about = {
@@ -142,8 +143,9 @@ def analyze(subject: Subject, options: Options) -> None:
             "query": None if options.query is None else list(options.query),
             "examples": [{"key": example.key, "label": example.label} for example in request.examples],
         }
-        write_analysis(options.output, about, findings)
-        made = f"figures: {len(findings.plots)}" + (f", omitted: {len(findings.omitted)}" if findings.omitted else "")
+        with console.stage(f"drawing {counted(len(findings.plots), 'figure')}"):
+            write_analysis(options.output, about, findings)
+        made = counted(len(findings.plots), "figure") + (f", {len(findings.omitted)} omitted" if findings.omitted else "")
         console.say(f"{made}; {options.output / PAGE}, numbers in {options.output / ANALYSIS}")
     disconnect()
 

@@ -30,6 +30,7 @@ from pipeline.checkpoint.folder import (
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, find_damage
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, printable, size_text
+from pipeline.terminal import Stage
 
 _NAMED = 5  # bad samples that are listed
 _LONGEST = 4000  # characters of a line
@@ -157,7 +158,8 @@ def verify_one(folder: Path) -> list[str]:
         return [str(error)]
     problems = []
     for record in manifest.files:
-        found = find_damage(folder, [record])
+        with Stage(f"reading {record.name}, {size_text(record.bytes)}"):
+            found = find_damage(folder, [record])
         problems += found
         if not found:
             print(f"  intact  {record.name}  {size_text(record.bytes)}", flush=True)
@@ -188,9 +190,11 @@ def main() -> int | None:
         return None
     if args.command == "verify":
         return verify(args.path, args.step)
-    from pipeline.checkpoint.weights import export
+    find_checkpoint(args.path, args.step)
+    with Stage(f"exporting {args.path}"):
+        from pipeline.checkpoint.weights import export
 
-    written = export(args.path, args.output, args.step, args.weights, args.names, args.force)
+        written = export(args.path, args.output, args.step, args.weights, args.names, args.force)
     named = "the authors' names" if written.names == "authors" else "this project's names"
     print(f"{args.output}: {written.model}, {written.weights} weights of step {written.step}, {named}")
     return None

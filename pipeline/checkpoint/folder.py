@@ -22,6 +22,7 @@ from pathlib import Path
 from pipeline.checkpoint.manifest import CheckpointManifest, RunState, find_damage, folder_name
 from pipeline.errors import UserError
 from pipeline.files import sync_folder
+from pipeline.models.registry import list_models
 
 FOLDER = "checkpoints"
 SAVING, _REMOVING, _REPLACED = ".saving-", ".removing-", ".replaced-"  # prefixes of folders in transition
@@ -97,6 +98,36 @@ def find_checkpoint(path: Path, step: int | str | None = None) -> tuple[Path, in
     if named is not None and found != named:
         raise UserError(f"{path} is of step {named}, but --step is {step}", "leave one of them out")
     return run_dir, found
+
+
+def is_path(source: str) -> bool:
+    """Whether a command's argument is a path, if it may also be the name of a model."""
+    return Path(source).exists() or "/" in source or Path(source).suffix != ""
+
+
+def check_source(source: Path, step: int | str | None = None, key: str = "") -> None:
+    """Check, before PyTorch is loaded, that a trained model can be at a path: a run, one of its checkpoints, a file or timm's folder.
+
+    Args:
+        step: of a run, as for :func:`find_step`.
+        key: what names the path, for messages, with a space at its end.
+
+    Raises:
+        UserError: there is nothing, or a folder that is none of these.
+    """
+    run_dir, _ = locate(source)
+    if source.is_file() or (source / "config.json").is_file():
+        return
+    if not run_dir.exists():
+        if str(source) in list_models():
+            raise UserError(
+                f"{key}{source} is the name of a model, not of a trained one: it has no weights",
+                "pass a run's output_dir, one of its checkpoints, or an exported file",
+            )
+        raise UserError(
+            f"{key}{source} does not exist", "pass a run's output_dir, one of its checkpoints, or a file with weights"
+        )
+    find_checkpoint(source, step)
 
 
 def _best_step(run_dir: Path, steps: list[int]) -> int:

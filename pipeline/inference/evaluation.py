@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from pipeline.cluster.world import World
 from pipeline.config import Config
@@ -24,6 +23,7 @@ from pipeline.shards.image_folder import ImageFolder
 from pipeline.shards.mixed_set import MixedSet
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stream.samples import Samples
+from pipeline.terminal import Progress
 
 Consumer = Callable[[Batch, Tensor, Tensor, Tensor], None]
 
@@ -66,8 +66,7 @@ def evaluate(
     """
     totals = torch.zeros(5, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count, nonfinite
     by_class = torch.zeros(2, len(loader.batches.shards.classes), dtype=torch.float64, device=world.device)  # correct, count
-    silent = None if world.is_main else True
-    for _ in tqdm(range(len(loader.batches)), desc="evaluating", unit="batch", leave=False, disable=silent):
+    for _ in Progress(len(loader.batches), "evaluating", "batches", world.is_main):
         if stop and stop():
             return None
         batch = next(loader)

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few
 from pipeline.shards.image_checks import ImageRules, Rejected, StoredImage, prepare_image
 from pipeline.shards.image_folder import CheckedImages
 from pipeline.shards.manifest import MANIFEST
@@ -82,6 +82,19 @@ def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> Iterator
             )
         yield first
         yield from images
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Check, before PyTorch is loaded, that something of what a command line names is there. Raises UserError: none of it is."""
+    missing = [
+        name for name in arguments if not (name == STDIN or glob.has_magic(name) or is_remote(name) or os.path.lexists(name))
+    ]
+    missing = [name for name in missing if not (name.startswith(LIST) and os.path.lexists(name[len(LIST) :]))]
+    if len(missing) == len(arguments):
+        raise UserError(
+            f"no image is there: {first_few(missing)} {'does' if len(missing) == 1 else 'do'} not exist",
+            f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them",
+        )
 
 
 def read_list(stream: BinaryIO) -> Iterator[str]:

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from pipeline.cluster.agreement import do_in_main, raise_on_all
 from pipeline.cluster.world import World
@@ -28,6 +27,7 @@ from pipeline.inference.image_list import ImageList
 from pipeline.inference.prediction_table import Merged
 from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Batch, Loader
+from pipeline.terminal import Progress
 
 _KINDS = ("rows", "errors")  # hidden files of each rank
 _ROWS_AT_ONCE = 16384  # in memory
@@ -144,8 +144,7 @@ def predict(
     forward: Callable[[Tensor], Tensor], top: int | None, loader: Loader[EvalBatches], images: ImageList, rows: RankRows
 ) -> None:
     """Add a row for each image: the ``top`` classes of logits (B, classes), or, with None, features (B, D). Collective."""
-    silent = None if loader.batches.rank == 0 else True
-    for _ in tqdm(range(len(loader.batches)), desc="predicting", unit="batch", leave=False, disable=silent):
+    for _ in Progress(len(loader.batches), "predicting", "batches", loader.batches.rank == 0):
         batch = next(loader)
         results = forward(batch.images).float()  # (B, classes) or (B, D)
         if top is None:

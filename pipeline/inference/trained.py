@@ -14,11 +14,12 @@ from PIL import Image
 from torch import Tensor
 
 from pipeline.augment.crop import eval_geometry
+from pipeline.checkpoint.folder import check_source
 from pipeline.checkpoint.weights import describe, read_weights
 from pipeline.config import Config, config_from_dict, load_config, shipped_recipes
 from pipeline.errors import UserError
 from pipeline.loader.cpu_transform import Normalization, resize_and_crop
-from pipeline.models import create_model, list_models
+from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
 from pipeline.models.weights.exported import SUFFIX, Description, Kind, build_described, read_pickled, read_tensors
 from pipeline.models.weights.reference_names import recognise
@@ -72,11 +73,7 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
     Raises:
         UserError: there is no such model, it is damaged, or its weights are not finite.
     """
-    if str(source) in list_models() and not source.exists():
-        raise UserError(
-            f"{source} is the name of a model, not of a trained one: it has no weights",
-            "pass a run's output_dir, one of its checkpoints, or an exported file",
-        )
+    check_source(source, step)
     if is_timm_folder(source):
         model, found, named = read_timm_folder(source)
         return _described(source, model, found, step, kind, named)

@@ -10,11 +10,12 @@ import io
 import logging
 import os
 import sys
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
+
+from pipeline.terminal import Stage, fitted, paint, stamped
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer  # known to type checkers only
@@ -23,16 +24,19 @@ if TYPE_CHECKING:
 
 
 class ConsoleHandler(logging.Handler):
-    """A line per record: ``DATE TIME text`` on stdout, or ``warning: text`` on stderr, the form of a command's ``error: text``."""
+    """``DATE TIME text`` on stdout, or ``warning: text`` on stderr, the form of a command's ``error: text``: a line per record in a
+    file; a terminal has no date, and its lines are wrapped."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # Nothing is caught here: a stream that cannot be written is the command's to judge, see outlive_the_terminal.
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
-            stream, line = sys.stderr, f"{record.levelname.lower()}: {text}"
+            stream, colour = sys.stderr, "yellow" if record.levelno == logging.WARNING else "red"
+            line = f"{paint(f'{record.levelname.lower()}:', colour, stream)} {text}"
         else:
-            stream, line = sys.stdout, f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record.created))} {text}"
-        tqdm.write(line, file=stream)
+            stream = sys.stdout
+            line = stamped(text, stream, record.created)
+        tqdm.write(fitted(line, stream), file=stream)
         stream.flush()
 
 
@@ -61,6 +65,11 @@ def is_first_process() -> bool:
     """Whether this process will be rank 0, before torch.distributed is imported."""
     rank = os.environ.get("SLURM_PROCID", "0") if "SLURM_STEP_ID" in os.environ else "0"
     return os.environ.get("RANK", rank) == "0"
+
+
+def stage(what: str) -> Stage:
+    """A :class:`Stage` of the command, shown by the first process."""
+    return Stage(what, is_first_process())
 
 
 def outlive_the_terminal() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,19 @@ from tqdm import tqdm
 from pipeline.cluster.agreement import do_in_main
 from pipeline.cluster.world import World
 from pipeline.config import Config, config_to_yaml
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
 from pipeline.hardware import memory_gib, peak_flops
 from pipeline.logs import console, tensorboard
 from pipeline.logs.reduction import MetricReduction, StoreReport, report_bad_samples
-from pipeline.metrics import Metric
+from pipeline.metrics import Metric, tells_top5
 from pipeline.runs import METRICS, TENSORBOARD
 from pipeline.runs.rows import parse_row
 from pipeline.stream.schedule import Schedule
+from pipeline.terminal import paint, shortened
 
 _log = logging.getLogger(__name__)
+_PACE = 10.0  # seconds without a line of progress after which a step gets one
 _MUCH_WAITING = 0.05  # of the time: the console then names the rank that waits most for data
 
 
@@ -58,18 +61,25 @@ class RunLog:
     ) -> None:
         self._config, self._world, self._store = config, world, store
         self._flops_per_image, self._schedule, self._last_step = flops_per_image, schedule, schedule.last_step
-        self._peak, source = peak_flops(world.device, config.train.precision)
+        # Not of a CPU: its peak has no data sheet, and two measurements on a shared machine differ by a factor of two.
+        self._peak: float | None = None
         self._pending: list[tuple[dict[str, Any], Mapping[str, Metric]]] = []  # of each step: where it is, its metrics
         self._met: dict[int, str] = {}  # bad samples of this rank in these steps
         self._reduction = MetricReduction(world)
         self._refused_since: float | None = None  # when writing first failed
         self.bad_samples = {} if bad_samples is None else bad_samples
+        self._first_step = start_step + 1
         self._pace: tuple[int, float] | None = None  # step and time from which the remaining time is extrapolated
         hidden = None if world.is_main else True  # None: where there is no terminal
-        self._bar = tqdm(total=self._last_step, initial=start_step, desc="training", unit="step", disable=hidden)
+        self._shown_at = -math.inf  # time of the last line of progress
+        self._bar = tqdm(
+            total=self._last_step, initial=start_step, desc="training", unit="step", disable=hidden, dynamic_ncols=True
+        )
         self.restart_clock()
         do_in_main(lambda: self._open_files(Path(config.output_dir), start_step), world)
-        self.say(f"peak of one device: {self._peak / 1e12:.3g} TFLOP/s {config.train.precision} ({source})")
+        if world.device.type != "cpu":
+            self._peak, source = peak_flops(world.device, config.train.precision)
+            self.say(f"peak of one device: {self._peak / 1e12:.3g} TFLOP/s {config.train.precision} ({source})")
 
     def _open_files(self, run_dir: Path, start_step: int) -> None:
         path = run_dir / METRICS
@@ -85,7 +95,8 @@ class RunLog:
             self._events.text("config", f"```yaml\n{config_to_yaml(self._config)}```", step=0)
 
     def step(self, step: int, metrics: Mapping[str, Metric], bad_samples: Mapping[int, str] | None = None) -> None:
-        """Record a step; every ``log.every_steps`` steps write what was recorded. Collective.
+        """Record a step; every ``log.every_steps`` steps write what was recorded. Collective. After the first step of a start, and
+        10 s without a line, rank 0 shows its own figures, which no other rank takes part in.
 
         Args:
             step: done.
@@ -99,6 +110,8 @@ class RunLog:
         self._bar.update()
         if step % self._config.log.every_steps == 0:
             self.flush()
+        elif time.perf_counter() - self._shown_at >= _PACE:
+            self._show_own(step, metrics)
 
     def flush(self, to_disk: bool = False) -> None:
         """Write the recorded steps. Collective, at the same step.
@@ -131,18 +144,18 @@ class RunLog:
         self._met = {}
         after = {"bad_samples": len(self.bad_samples), **(self._store.row() if self._store else {})}
         if self._world.is_main:
-            after = {**self._speed(len(pending), seconds), **after}
-            rows = [{**where, **metrics, **after} for (where, _), metrics in zip(pending, reduced, strict=True)]
+            speed = self._speed(len(pending), seconds)
+            rows = [{**where, **metrics, **speed, **after} for (where, _), metrics in zip(pending, reduced, strict=True)]
             for row in rows:
                 self._add_row(row, group="train")
             self._events.scalars(tensorboard.of_steps(rows), rows[-1]["step"])
             self._show(rows[-1])
 
-    def _speed(self, steps: int, seconds: float) -> dict[str, float]:
-        """Throughput, utilization and memory of some steps."""
+    def _speed(self, steps: int, seconds: float) -> dict[str, float | None]:
+        """Throughput, utilization (None on CPUs) and memory of some steps."""
         rate = steps * self._config.train.global_batch_size / seconds
         memory, peak_memory = memory_gib(self._world.device)
-        mfu = rate * self._flops_per_image / (self._peak * self._world.size)
+        mfu = rate * self._flops_per_image / (self._peak * self._world.size) if self._peak else None
         return {"images_per_second": rate, "mfu": mfu, "memory_gib": memory, "peak_memory_gib": peak_memory}
 
     def evaluation(self, step: int, results: dict[str, dict[str, Any]]) -> None:
@@ -154,9 +167,11 @@ class RunLog:
         where = self._where(step)
         for weights, result in results.items():
             self._add_row({**where, "weights": weights, **result}, "eval", tensorboard.suffix(weights))
+            top1 = paint(f"top-1 {result['top1']:.2f} %", "green", sys.stdout)
+            top5 = f" top-5 {result['top5']:.2f} %" if tells_top5(len(result["class_count"])) else ""
             self.say(
-                f"step {step} epoch {where['epoch']:.2f}: {weights} top-1 {result['top1']:.2f} % top-5 {result['top5']:.2f} % "
-                f"loss {result['loss']:.4f} on {result['count']} images"
+                f"step {step} epoch {where['epoch']:.2f}: {weights} {top1}{top5} loss {result['loss']:.4f} on "
+                f"{counted(result['count'], 'image')}"
             )
         if self._world.is_main:
             self._events.scalars(tensorboard.of_evaluation(results), step)
@@ -228,11 +243,29 @@ class RunLog:
     def _show(self, row: Mapping[str, Any]) -> None:
         slow = row["data_wait"] > _MUCH_WAITING and self._world.size > 1
         where = f" (rank {row['data_wait_rank']} on {row['data_wait_host']})" if slow else ""
-        self.say(
-            f"step {row['step']}/{self._last_step} epoch {row['epoch']:.2f} loss {row['loss']:.4f} lr {row['lr']:.2e} "
-            f"grad norm {row['grad_norm']:.3g} {row['images_per_second']:.1f} images/s mfu {row['mfu']:.1%} "
-            f"data wait {row['data_wait']:.1%}{where} memory {row['memory_gib']:.2f} GiB{self._time_left(row['step'])}"
-        )
+        mfu = "" if row["mfu"] is None else f"mfu {row['mfu']:.1%}"
+        memory = f"memory {row['memory_gib']:.2f} GiB"
+        lr, norm, wait = f"lr {row['lr']:.2e}", f"grad norm {row['grad_norm']:.3g}", f"data wait {row['data_wait']:.1%}{where}"
+        speed = f"{row['images_per_second']:.1f} images/s"
+        parts = [lr, norm, speed, mfu, wait, memory]
+        self._show_line(row["step"], row["loss"], parts, [memory, norm, mfu, lr, *([] if slow else [wait])])
+
+    def _show_own(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Show this rank's figures of a step. Not collective."""
+        if not self._world.is_main:
+            return
+        values = metrics["loss"].values
+        loss = float(sum(values) / len(values))  # waits for the device
+        seconds = time.perf_counter() - self._since
+        rate = len(self._pending) * self._config.train.global_batch_size / seconds
+        took = f"the first step took {console.duration(seconds)}" if step == self._first_step else f"{rate:.1f} images/s"
+        self._show_line(step, loss, ["(this rank's)" if self._world.size > 1 else "", took], [])
+
+    def _show_line(self, step: int, loss: float, parts: Sequence[str], least: Sequence[str]) -> None:
+        """Show progress at a step; a narrow terminal goes without as many of ``least`` as it takes."""
+        self._shown_at = time.perf_counter()
+        begin = f"step {step}/{self._last_step} epoch {self._schedule.epoch(step):.2f} loss {loss:.4f}"
+        self.say(shortened([begin, *parts, self._time_left(step)], least, sys.stdout))
 
     def _time_left(self, step: int) -> str:
         """Extrapolated from this start, evaluations and checkpoints included, without its first step, which is slow."""
@@ -240,7 +273,7 @@ class RunLog:
         first, began = self._pace
         if not first < step < self._last_step:
             return ""
-        return f", {console.duration((time.perf_counter() - began) / (step - first) * (self._last_step - step))} left"
+        return f"{console.duration((time.perf_counter() - began) / (step - first) * (self._last_step - step))} left"
 
 
 def drop_rows_after(metrics: Path, step: int) -> None:

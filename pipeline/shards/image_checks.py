@@ -11,8 +11,11 @@ exhaust decoders. EXIF is not parsed and may be malformed; orientation is ignore
 from __future__ import annotations
 
 import io
+import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -31,6 +34,20 @@ warnings.filterwarnings("ignore", module="PIL")
 
 def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+
+
+def walk_images(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Every file of a folder and of the folders in it, by name: ``name`` or ``folder/name``, and whether it is an image.
+
+    Hidden folders are passed over; a link to a folder is not followed, and counts as a file.
+    """
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if not entry.is_dir():
+            yield entry.name, entry.is_file() and is_image(entry.name)
+        elif entry.is_symlink():
+            yield entry.name, False
+        elif not entry.name.startswith("."):
+            yield from ((f"{entry.name}/{name}", image) for name, image in walk_images(Path(entry.path)))
 
 
 class Rejected(ValueError):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.errors import UserError, first_few
-from pipeline.shards.image_checks import ImageRules, Rejected, StoredImage, is_image, prepare_image
+from pipeline.shards.image_checks import ImageRules, Rejected, StoredImage, prepare_image, walk_images
 from pipeline.shards.manifest import MANIFEST, SAMPLE_DTYPE
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import Place, RemotePath
@@ -66,7 +66,7 @@ class ImageFolder(CheckedImages):
     """Samples from a folder of image files (``IMAGE_SUFFIXES``).
 
     Args:
-        folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG``; then :attr:`split` is None.
+        folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG``, also in folders of a class; then :attr:`split` is None.
         classes: class names in index order; a class without a folder has no images. None: the folders, sorted.
 
     Raises:
@@ -77,10 +77,7 @@ class ImageFolder(CheckedImages):
         super().__init__()
         self.split = split if (folder / split).is_dir() else None
         self.folder = folder / (self.split or "")
-        if not self.folder.is_dir():
-            raise UserError(
-                f"--data must be a folder, got {folder}", "pass a folder with shards, or one with a folder of images per class"
-            )
+        check_data(self.folder)
         folders = sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir() and not entry.name.startswith("."))
         self.classes = folders if classes is None else list(classes)
         self.class_names = self.classes
@@ -92,8 +89,7 @@ class ImageFolder(CheckedImages):
                 f"{len(unknown)} others ({first_few(unknown)})",
                 "rename or remove them, or pass images of the data set that it was trained on",
             )
-        listed = [(name, file) for name in folders for file in sorted(os.listdir(self.folder / name))]
-        self._files = [f"{name}/{file}" for name, file in listed if is_image(file)]
+        self._files = [f"{name}/{file}" for name in folders for file, image in walk_images(self.folder / name) if image]
         if not self._files:
             raise UserError(
                 f"{self.folder} must have a {MANIFEST} or images, got 0 images in {len(folders)} class folders",
@@ -105,7 +101,7 @@ class ImageFolder(CheckedImages):
         return len(self._files)
 
     def key(self, index: int) -> str:
-        """``class/file``."""
+        """``class/file`` or ``class/folder/file``."""
         return self._files[index]
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
@@ -121,6 +117,15 @@ class ImageFolder(CheckedImages):
             return self.damaged(index, f"cannot be used: {error}")
         except OSError as error:
             return self.damaged(index, f"cannot be read ({error.strerror})")
+
+
+def check_data(path: Place) -> None:
+    """Check that ``--data`` can be a shard set or a folder of images: a URL, or a folder. Raises UserError."""
+    if not isinstance(path, RemotePath) and not path.is_dir():
+        found = f"the file {path}" if path.exists() else f"{path}, which does not exist"
+        raise UserError(
+            f"--data must be a folder, got {found}", "pass a folder with shards, or one with a folder of images per class"
+        )
 
 
 def open_split(path: Place, split: str, classes: Sequence[str] | None) -> ShardSet | ImageFolder:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -120,15 +122,8 @@ class ShardManifest:
     @staticmethod
     def read(folder: Path) -> ShardManifest:
         """Read ``folder/manifest.json``. Raises UserError: missing, or as :meth:`parse`."""
-        path = folder / MANIFEST
-        if path.is_file():
-            return ShardManifest.parse(path.read_bytes(), path)
-        if unfinished := ", ".join(name for name in ("train", "val") if in_progress_file(folder, name).exists()):
-            raise UserError(
-                f"{path} is missing because the sharding of {unfinished} into this folder was not finished",
-                "run the same sharding command again, which writes the missing shards",
-            )
-        raise UserError(f"{path} is missing: the folder is not a shard set", f"write the shards with {SHARDER}")
+        path = find_manifest(folder)
+        return ShardManifest.parse(path.read_bytes(), path)
 
     @staticmethod
     def parse(content: bytes, path: Place) -> ShardManifest:
@@ -147,6 +142,33 @@ class ShardManifest:
                 need = f"must have {len(manifest.classes)} entries, one for each class, got {len(values)}"
                 raise UserError(f"{path} is damaged: {where} {need}", _RESTORE)
         return manifest
+
+
+def find_manifest(folder: Path) -> Path:
+    """The manifest's path. Raises UserError: the folder has none, with what it is instead."""
+    path = folder / MANIFEST
+    if path.is_file():
+        return path
+    if unfinished := ", ".join(name for name in ("train", "val") if in_progress_file(folder, name).exists()):
+        raise UserError(
+            f"{path} is missing because the sharding of {unfinished} into this folder was not finished",
+            "run the same sharding command again, which writes the missing shards",
+        )
+    if _holds_images(folder):
+        remedy = f"write shards of it with python -m data_prep.shard_imagenet --source {folder} --output DIR (pervit-shard)"
+        raise UserError(f"{folder} is a folder of images, not a shard set: it has no {MANIFEST}", remedy)
+    raise UserError(f"{path} is missing: the folder is not a shard set", f"write the shards with {SHARDER}")
+
+
+def _holds_images(folder: Path, depth: int = 3) -> bool:
+    """Whether one of the first entries of a folder, or of those in it, is an image."""
+    from pipeline.shards.image_checks import is_image  # Pillow, for this message alone
+
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in islice(entries, 8):
+            if is_image(entry.name) or depth > 1 and entry.is_dir() and _holds_images(Path(entry.path), depth - 1):
+                return True
+    return False
 
 
 @lru_cache(maxsize=1)

@@ -104,6 +104,11 @@ class MixedSet(Samples):
         return self.sets[which], int(index - self._starts[which])
 
 
+def of_mix(error: UserError) -> UserError:
+    """The error of a shard set, for one that ``data.mix`` names."""
+    return UserError(f"data.mix: {error}".replace("data.path", "data.mix"))
+
+
 def open_training_set(
     path: str | os.PathLike[str], mix: Mapping[str, float], readers: int = 1, *, cache: ShardCache | None = None
 ) -> ShardSet | MixedSet:
@@ -121,7 +126,7 @@ def open_training_set(
         try:
             shards = ShardSet(folder, "train", readers, cache=cache)
         except UserError as error:
-            raise UserError(f"data.mix: {error}".replace("data.path", "data.mix")) from None
+            raise of_mix(error) from None
         if (other := places.setdefault(_place(shards), folder)) is not folder:
             raise UserError(
                 f"data.mix must name different sets, got {folder} and {other}, which are the same place", "remove one of them"

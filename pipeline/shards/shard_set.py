@@ -31,6 +31,7 @@ from pipeline.shards.files.local import LocalFiles, Range, ShardFiles, SourceFil
 from pipeline.shards.manifest import (
     MANIFEST,
     SHARDER,
+    find_manifest,
     find_out_of_range,
     forget_pages,
     in_progress_file,
@@ -205,10 +206,17 @@ def open_files(path: str | os.PathLike[str], split: str, readers: int = 1) -> So
     return LocalFiles(_find(place, split))
 
 
+def check_shards(place: Place, split: str = "train") -> None:
+    """Check that a folder holds a shard set, without opening it; what is in a store is left to :func:`open_files`. Raises UserError."""
+    if isinstance(place, Path):
+        find_manifest(_find(place, split))
+
+
 def _find(folder: Path, split: str) -> Path:
     """``folder``, or ``folder/split`` if the manifest is there."""
     if not folder.is_dir():
-        raise UserError(f"shard folder {folder} does not exist", f"set data.path to the folder that {SHARDER} wrote")
+        found = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"shard folder {folder} {found}", f"set data.path to the folder that {SHARDER} wrote")
     nested = folder / split
     return nested if (nested / MANIFEST).is_file() and not (folder / MANIFEST).is_file() else folder
 

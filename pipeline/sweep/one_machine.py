@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tqdm import tqdm
+
 from pipeline.errors import PREEMPTED, USER_ERROR, UserError, counted, exit_reason
 from pipeline.files import replace_text
 from pipeline.sweep.lines import Sweep, SweepRun
@@ -80,6 +82,11 @@ class OneMachine:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
             if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
         }
+        tqdm.monitor_interval = 0  # no thread, in which fork would find locks held
+        bar = tqdm(
+            total=len(self.sweep.runs), initial=there, desc="runs", unit="run", miniters=0, mininterval=1, leave=False, disable=None,
+            dynamic_ncols=True,
+        )  # fmt: skip
         try:
             while self._running or (waiting and not self._signals):
                 while waiting and len(self._running) < self.jobs and not self._signals:
@@ -90,7 +97,9 @@ class OneMachine:
                     self._running.remove(ended)
                     if self._ended(ended):
                         waiting.append(ended.run)
+                bar.update(self._through - bar.n)
         finally:
+            bar.close()
             for started in self._running:
                 started.process.kill()
             for number, handler in handlers.items():
@@ -200,4 +209,5 @@ def last_line(log: Path) -> str:
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    tqdm.write(text)
+    sys.stdout.flush()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,14 +19,13 @@ import torch
 from pipeline.checkpoint.folder import FOLDER
 from pipeline.checkpoint.rank_slices import saved_tensors
 from pipeline.cluster.agreement import do_in_main, raise_on_all
-from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
 from pipeline.cluster.world import World
 from pipeline.config import Config, DataConfig
-from pipeline.errors import PREEMPTED, UserError, counted
+from pipeline.errors import UserError, counted
 from pipeline.files import check_space, free_bytes, write_error
 from pipeline.hardware import memory_gib
-from pipeline.logs.console import say_once
+from pipeline.logs.console import say_once, stage
 from pipeline.logs.run_files import check_run_files
 from pipeline.optim.build import learning_rate
 from pipeline.shards.files.cached import cache_of, check_cache
@@ -33,19 +33,19 @@ from pipeline.shards.mixed_set import MixedSet
 from pipeline.shards.shard_set import ShardSet
 from pipeline.step.precision import refusals_explained
 from pipeline.step.train_step import train_step
+from pipeline.terminal import fitted
 from pipeline.training.building import check_alone, training_loader
 from pipeline.training.compiling import OFF
 from pipeline.training.folder import check_lock
 from pipeline.training.start import PreparedRun, Start
 
 _MICRO_BATCHES = 2  # of the step: with the second, gradients and activations are in memory together, as in all that follow
-_STOPPED = "stopped by a signal: a dry run has nothing to save"
 
 
-def dry_run(config: Config, world: World, stop: StopSignal) -> int:
+def dry_run(config: Config, world: World) -> int:
     """Check everything that a start checks, build everything that it builds, and take a step. Collective.
 
-    Returns the exit code: 0 if a real start would train, or has nothing left to train; ``PREEMPTED`` after a signal.
+    Returns the exit code: 0 if a real start would train, or has nothing left to train.
     """
     start = Start(config, world, look_only=True)
     check_alone(config, world)
@@ -58,13 +58,11 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
             refusal = error
         raise_on_all(refusal, world)
         do_in_main(lambda: check_lock(start.folder), world)
-        prepared = start.prepare(data)
+        with stage("building the model and the optimizer"):
+            prepared = start.prepare(data)
         if prepared is None:
             return 0
         do_in_main(lambda: check_run_files(start.folder), world)
-        if any(world.gather(stop.received)):
-            say_once(world, _STOPPED)
-            return PREEMPTED
         heartbeat.at(0, "training")
         read_seconds, step = _take_step(prepared, world)
         train_state = prepared.train_state
@@ -73,7 +71,7 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
         do_in_main(lambda: check_room(start.folder, checkpoint_bytes), world)
         heartbeat.still("ending")
         if world.is_main:
-            print(_summary(prepared, world, read_seconds, step, checkpoint_bytes, cache), flush=True)
+            print(fitted(_summary(prepared, world, read_seconds, step, checkpoint_bytes, cache), sys.stdout), flush=True)
     return 0
 
 
@@ -85,9 +83,11 @@ def _take_step(prepared: PreparedRun, world: World) -> tuple[float, str]:
     """
     settled, train_state, schedule = prepared.settled, prepared.train_state, prepared.data.schedule
     config, began = settled.config, time.perf_counter()
+    say_once(world, f"reading a batch of {counted(config.train.micro_batch, 'image')}")
     loader = training_loader(prepared.data.train_set, config, settled.decode, world, prepared.step)
     try:
-        batch = next(loader)
+        with stage("reading a batch"):
+            batch = next(loader)
         read_seconds = time.perf_counter() - began
         generator = torch.Generator(world.device).manual_seed(config.seed)
         batch = replace(batch, images=torch.randn(batch.images.shape, generator=generator, device=world.device))  # (B, 3, S, S)
@@ -96,9 +96,14 @@ def _take_step(prepared: PreparedRun, world: World) -> tuple[float, str]:
     lr = learning_rate(prepared.step, schedule.steps_per_epoch, schedule.epochs, schedule.global_batch_size, config.optim)
     count = min(_MICRO_BATCHES, settled.accumulation)
     train_state.engine.train()
+    images = counted(count * config.train.micro_batch, "random image")
+    say_once(
+        world, f"taking a step on {images}: {count} of {counted(settled.accumulation, 'micro-batch')}, forward and backward"
+    )
     began = time.perf_counter()
-    result = train_step(train_state, lambda: batch, lr, config.seed, count=count)
-    loss = (world.sum(result.loss) / world.size).item()  # waits for the device
+    with stage("taking a step"):
+        result = train_step(train_state, lambda: batch, lr, config.seed, count=count)
+        loss = (world.sum(result.loss) / world.size).item()  # waits for the device
     seconds = time.perf_counter() - began
     peak = max(world.gather(memory_gib(world.device)[1]))
     return read_seconds, (

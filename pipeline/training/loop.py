@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pipeline.errors import PREEMPTED
 from pipeline.inference.evaluation import evaluate
 from pipeline.loader.loader import Batch
 from pipeline.logs import pictures, tensorboard
-from pipeline.logs.console import say_once
+from pipeline.logs.console import say_once, stage
 from pipeline.metrics import record, recording
 from pipeline.optim.build import learning_rate
 from pipeline.step.precision import make_deterministic, refusals_explained
@@ -37,7 +38,7 @@ def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = 
     if config.train.deterministic:
         make_deterministic()
     world = init_world(config.distributed.collective_timeout, None if dry else Path(config.output_dir))
-    code = dry_run(config, world, stop) if dry else train(config, world, stop, recipe)
+    code = dry_run(config, world) if dry else train(config, world, stop, recipe)
     disconnect()
     return code
 
@@ -58,7 +59,8 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
         if any(world.gather(stop.received)):  # received while the libraries were loading: build nothing
             say_once(world, _STOPPED_EARLY)
             return PREEMPTED
-        run = start.open_run(stop, heartbeat, recipe)
+        with stage("starting"):
+            run = start.open_run(stop, heartbeat, recipe)
         if run is None:
             return 0
         with run:
@@ -79,7 +81,8 @@ def train_to_the_end(run: Run) -> bool:
         return True
     stopping = run.evaluation_due and complete_step(run, stopping=False)
     while run.step < run.schedule.last_step and not stopping:
-        with run.profiler.step(run.step + 1):
+        first = run.step == run.first_step  # which compiles, starts the loader's threads and fills caches
+        with run.profiler.step(run.step + 1), stage("taking the first step") if first else nullcontext():
             batch = training_step(run)
         if run.profiler.ends_with(run.step):
             run.heartbeat.still("writing a profile")
@@ -91,7 +94,8 @@ def train_to_the_end(run: Run) -> bool:
             grid = pictures.image_grid(batch, run.train_set.class_names, run.config.data.mean, run.config.data.std)
             run.log.image(pictures.IMAGES, grid, run.step)
         stopping = complete_step(run, stopping)
-    run.saver.finish()
+    with stage("finishing the checkpoint"):
+        run.saver.finish()
     if stopping:
         run.raise_failure()
         run.log.say(f"stopped by a signal at step {run.step}: the same command resumes from here")

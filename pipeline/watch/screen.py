@@ -143,7 +143,8 @@ def _lines(run: LiveRun, state: State, width: int, unicode: bool) -> list[tuple[
         lines.append(("best", Text(words)))
     if row:
         wait = row.get("data_wait") or 0.0
-        speed = Text(f"{_number(row, 'images_per_second', ',.1f')} images/s, MFU {_number(row, 'mfu', '.1%')}, ")
+        mfu = f"MFU {_number(row, 'mfu', '.1%')}, " if row.get("mfu") is not None else ""  # not known of CPUs
+        speed = Text(f"{_number(row, 'images_per_second', ',.1f')} images/s, {mfu}")
         speed.append(f"data wait {wait:.1%}", style="yellow" if wait > 0.2 else "")
         memory = f"{_number(row, 'memory_gib', '.2f')} GiB, peak {_number(row, 'peak_memory_gib', '.2f')} GiB"
         rate = f"learning rate {_number(row, 'lr', '.2e')}, gradient norm {_number(row, 'grad_norm', '.3g')}"

@@ -85,7 +85,7 @@ def test_too_many_bad_images_stop_the_run_with_the_list(planted: Path, tmp_path:
     arguments = ["--source", planted, "--output", output, "--samples-per-shard", 16, "--workers", 1]
     result = run_script(SHARDER, *arguments, check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
-    assert "at most 0 allowed by --max-rejected 0.001" in result.stderr
+    assert "at most 1 allowed by --max-rejected 0.001" in result.stderr
     assert not (output / "manifest.json").exists()
     listed = lines(output / "rejected.jsonl")
     assert listed and all(line["file"] in ("n02/05.JPEG", "n02/06.JPEG", "n03/07.JPEG") for line in listed)

@@ -239,8 +239,27 @@ log.close()
 
     text = shown.decode()
     assert "training:" in text and "/100 [" in text, "no progress bar"
-    line = r"\r?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 5/100 epoch 0.50 loss 6.0000 .* images/s .*, \d+ s left\r\n"
+    line = r"\r?\d\d:\d\d:\d\d step 5/100 epoch 0.50 loss 6.0000 lr .* images/s data wait .* memory .* GiB \d+ s left\r\n"
     assert re.search(line, text), text
+    assert "step 1/100 epoch 0.10 loss 2.0000 the first step took" in text and "mfu" not in text
+
+
+def test_a_line_paced_by_time_is_rank_0_s_own(tmp_path: Path) -> None:
+    """Guards against minutes without a line where steps are slow, and against a collective that one rank alone would begin."""
+    scenario = """
+from pipeline.logs import run_log
+run_log._PACE = 0 if rank == 0 else 1e9
+log = RunLog(config, world, 0, schedule, 1.0)
+steps(log, 1, 6)
+"""
+    (code, out, _), (other_code, other, _) = run(tmp_path, scenario, processes=2)
+    assert (code, other_code) == (0, 0) and "step" not in other
+    shown = re.findall(r" step (\d)/100 epoch \S+ loss (\S+) (\(this rank's\))?", out)
+    assert shown == [(str(step), f"{1 + step:.4f}", "(this rank's)") for step in (1, 2, 3, 4)] + [
+        ("5", "6.5000", ""),  # of both ranks, with its row
+        ("6", "7.0000", "(this rank's)"),
+    ]
+    assert [row["step"] for row in step_rows(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
 def test_a_warning_of_any_layer_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

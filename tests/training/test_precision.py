@@ -98,7 +98,6 @@ def test_a_resumed_run_keeps_its_precision(began_with: str, small_run: Path) -> 
     assert ("11 to 17 times" in second) == (began_with == "bf16")
     rows = step_rows(run)
     assert [row["step"] for row in rows] == [1, 2]
-    assert rows[1]["mfu"] < 1  # a share of what this CPU can do, also where bf16 is emulated
 
 
 def test_the_peak_of_emulated_bf16_is_that_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

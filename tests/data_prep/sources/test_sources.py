@@ -16,6 +16,7 @@ from PIL import Image
 
 from data_prep.sources import ImageFolder, open_sources, take_subset
 from pipeline.errors import UserError
+from pipeline.shards.image_folder import ImageFolder as EvaluatedFolder
 from support.official_files import (
     DEVKIT,
     class_of_each_file,
@@ -49,7 +50,7 @@ def test_a_zip_is_read_like_the_tree_in_it(tmp_path: Path) -> None:
         assert source.fingerprint() == tree.fingerprint() and source.total_bytes() == tree.total_bytes()
         assert [source.read(i).data for i in range(len(source))] == [tree.read(i).data for i in range(len(tree))]
         assert len(source) == {"train": 4, "val": 2}[split]
-    assert open_sources(path, "train")["train"].ignored == 2
+    assert open_sources(path, "train")["train"].ignored.total() == 2
 
     # In both, a folder test without class folders is not a split: it has no labels, or it is a class.
     for name in [name for name in images if name.startswith("test/")]:
@@ -225,3 +226,34 @@ def test_a_subset_keeps_its_share_of_each_class(tmp_path: Path) -> None:
     for fraction in (0.0, -0.1, 1.1, float("nan")):
         with pytest.raises(UserError, match="--subset must be above 0 and at most 1, got"):
             take_subset(source, fraction, 0)
+
+
+def test_folders_within_a_class_are_read_and_what_is_ignored_is_counted_by_ending(tmp_path: Path) -> None:
+    """Guards against half of a class that is dropped without a word because its images lie in subfolders; a zip is no different."""
+    files = {f"set/{name}": jpeg(n) for n, name in enumerate(("a/1.jpg", "a/2023/1.jpg", "a/2023/may/2.jpg", "b/1.jpg"))}
+    files |= {"set/a/2023/notes.txt": b"x", "set/a/raw.CR2": b"x", "set/a/.thumbs/1.jpg": b"x", "set/beside.jpg": b"x"}
+    path = write_zip(tmp_path / "set.zip", files)
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path / "tree")
+    tree, packed = (open_sources(place, "train")["train"] for place in (tmp_path / "tree" / "set", path))
+    for source in (tree, packed):
+        assert source.class_names == ["a", "b"] and source.labels.tolist() == [0, 0, 0, 1]
+        assert source.ignored == {".txt": 1, ".cr2": 1, ".jpg": 1}, source
+        read = [source.read(number) for number in range(len(source))]
+        assert [image.name for image in read] == ["a/1.jpg", "a/2023/1.jpg", "a/2023/may/2.jpg", "b/1.jpg"]
+        assert [image.data for image in read] == [files[f"set/{image.name}"] for image in read]
+    assert tree.fingerprint() == packed.fingerprint()
+    looked_at = EvaluatedFolder(tmp_path / "tree" / "set", "val", None)  # by pipeline.evaluate
+    assert [looked_at.key(number) for number in range(len(looked_at))] == [image.name for image in read]
+
+
+def test_an_empty_class_folder_is_refused(tmp_path: Path) -> None:
+    """Guards against a class that no image belongs to, which would shift the indices of those after it."""
+    for name in ("train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(jpeg(1))
+    assert ImageFolder(tmp_path, "val").class_names == ["a", "b"]  # b is not empty: train has it
+    (tmp_path / "val" / "c" / "later").mkdir(parents=True)
+    for split in ("train", "val"):
+        with pytest.raises(UserError, match=r"must have an image, got none in 1 class folder \(c\): add images, or remove"):
+            ImageFolder(tmp_path, split)
