@@ -188,7 +188,7 @@ def _members(path: str) -> tuple[list[_Member], list[str]]:
     hidden = [any(part[0] == "." for part in parts[:-1]) or not parts for parts in paths]
     images = [(parts, *info) for parts, info, hid in zip(paths, infos, hidden) if not hid and is_image(parts[-1])]
     others = [info.filename for parts, (_, info), hid in zip(paths, infos, hidden) if not hid and not is_image(parts[-1])]
-    while len({m[0][0] for m in images}) == 1 and not _split_folders(images) and all(len(m[0]) > 2 for m in images):
+    while len({m[0][0] for m in images}) == 1 and not _split_folders(images) and any(len(m[0]) > 2 for m in images):
         images = [(parts[1:], place, info) for parts, place, info in images]
     return images, others
 
