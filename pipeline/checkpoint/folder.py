@@ -124,9 +124,7 @@ def check_source(source: Path, step: int | str | None = None, key: str = "") -> 
                 f"{key}{source} is the name of a model, not of a trained one: it has no weights",
                 "pass a run's output_dir, one of its checkpoints, or an exported file",
             )
-        raise UserError(
-            f"{key}{source} does not exist", "pass a run's output_dir, one of its checkpoints, or a file with weights"
-        )
+        raise UserError(f"{key}{source} does not exist", "pass a run folder or a file with weights")
     find_checkpoint(source, step)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.folder import BEST, find_checkpoint, saved_steps, step_folder
+from pipeline.checkpoint.folder import BEST, check_source, find_checkpoint, saved_steps, step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest, RunState, find_damage
 from pipeline.checkpoint.parts import BUFFER, EMA, EMA_BUFFER, WEIGHT, SliceReader, find_gaps, read_headers
 from pipeline.config import Config, config_from_dict
@@ -102,7 +102,8 @@ def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialW
         saved = read_weights(source)
         return InitialWeights(saved.choose(), saved.state.classes, f"{saved.default} weights of step {saved.state.step}")
     elif not source.is_file():
-        raise UserError(f"{key} {source} does not exist", "pass a run folder or a file with a state dict")
+        check_source(source, key=f"{key} ")
+        raise UserError(f"{key} {source} is neither a folder nor a file", "pass a run folder or a file with weights")
     elif source.suffix == SUFFIX:
         weights, description = read_tensors(source)
         classes = description.classes if description else None

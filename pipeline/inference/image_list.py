@@ -86,10 +86,9 @@ def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> Iterator
 
 def check_arguments(arguments: Sequence[str]) -> None:
     """Check, before PyTorch is loaded, that something of what a command line names is there. Raises UserError: none of it is."""
-    missing = [
-        name for name in arguments if not (name == STDIN or glob.has_magic(name) or is_remote(name) or os.path.lexists(name))
-    ]
-    missing = [name for name in missing if not (name.startswith(LIST) and os.path.lexists(name[len(LIST) :]))]
+    # A list, a pattern or a URL is looked at by find_images, which has a sentence for each.
+    named = (name for name in arguments if name != STDIN and not name.startswith(LIST) and not glob.has_magic(name))
+    missing = [name for name in named if not is_remote(name) and not os.path.lexists(name)]
     if len(missing) == len(arguments):
         raise UserError(
             f"no image is there: {first_few(missing)} {'does' if len(missing) == 1 else 'do'} not exist",

@@ -78,8 +78,9 @@ def outlive_the_terminal() -> None:
         stream = getattr(sys, name)
         with suppress(OSError, ValueError, AttributeError):  # closed, or not a file: leave it
             raw = _LossyFile(stream.fileno(), "w", closefd=False)
+            lines = stream.line_buffering or stream.write_through  # stderr: else a bar is not cleared before what is written
             lossy = io.TextIOWrapper(
-                io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering
+                io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=lines
             )
             stream.flush()
             setattr(sys, name, lossy)

@@ -122,7 +122,7 @@ def test_a_teacher_is_in_memory_beside_its_student(tmp_path: Path) -> None:
     assert weights < taught.parts[TEACHER] < 1.25 * weights
     assert taught.total - student.total >= weights
     assert lost.parts == student.parts
-    assert "the teacher is not in the figures: nowhere must have a checkpoint" in "".join(lost.remarks)
+    assert "the teacher is not in the figures: nowhere does not exist" in "".join(lost.remarks)
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
