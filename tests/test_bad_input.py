@@ -59,7 +59,7 @@ def test_training_says_what_is_wrong(override: str, expected: list[str], small_r
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--checkpoint", "{nowhere}", "--data", "{truncated}"], "must have a checkpoint, got no"),
+        (["--checkpoint", "{nowhere}", "--data", "{truncated}"], "nowhere does not exist"),
         (["--checkpoint", "{nowhere}", "--data", "{truncated}", "--json", "{nowhere}/x.json"], "nowhere does not exist"),
     ],
 )

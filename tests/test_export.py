@@ -155,7 +155,7 @@ def places(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
         ("--format onnx --output {dir}/a.onnx", "CHECKPOINT is required"),
         ("{dir}/good.safetensors --output {dir}/a.onnx", "--format is required"),
         ("{dir}/good.safetensors --format onnx", "--output is required"),
-        ("{dir}/nowhere --format onnx --output {dir}/a.onnx", "nowhere must have a checkpoint, got no"),
+        ("{dir}/nowhere --format onnx --output {dir}/a.onnx", "nowhere does not exist"),
         ("{dir}/begun --format torch-export --output {dir}/a.pt2", "begun must have a checkpoint, got no"),
         ("{dir}/damaged --format torch-export --output {dir}/a.pt2", "was changed after it was written"),
         ("{dir}/cut.safetensors --format torch-export --output {dir}/a.pt2", "cut.safetensors cannot be read"),
