@@ -136,7 +136,7 @@ class Progress(Stage):
         if self._bar:
             from tqdm import tqdm
 
-            options: dict[str, Any] = {"unit": self._unit.rstrip("s"), "leave": False, "dynamic_ncols": True}
+            options: dict[str, Any] = {"unit": self._unit.removesuffix("es"), "leave": False, "dynamic_ncols": True}
             yield from tqdm(range(self._total), desc=self._what, **options)
             return
         with self:

@@ -110,7 +110,7 @@ class RunLog:
         self._bar.update()
         if step % self._config.log.every_steps == 0:
             self.flush()
-        elif time.perf_counter() - self._shown_at >= _PACE:
+        elif step < self._last_step and time.perf_counter() - self._shown_at >= _PACE:  # the last one has its row
             self._show_own(step, metrics)
 
     def flush(self, to_disk: bool = False) -> None:
