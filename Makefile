@@ -27,7 +27,7 @@ endif
 STAMP  := $(VENV)/.installed-$(BUILD)
 OTHERS := $(filter-out %-$(BUILD),$(STAMPS))
 
-.PHONY: help install demo lint test coverage soak gpu-check clean
+.PHONY: help install demo lint test docs coverage soak gpu-check clean
 help:     ## list the targets
 	@sed -n 's/^\([a-z-]*\): .*## /make \1\t/p' Makefile
 
@@ -71,6 +71,11 @@ lint: install   ## ruff, mypy and the rules of import, as in pyproject.toml
 test: install   ## all tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests -n 2 --dist loadfile
 
+# Look at it with: python -m http.server --directory build/site --bind 127.0.0.1
+docs: install   ## the documentation as a site, build/site/index.html
+	$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2> /dev/null || $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 # `make coverage TESTS=tests/test_files.py` runs a part of the tests.
 TESTS ?= tests
 coverage: install   ## how much of the code the tests run, in the processes that they start too; slower than test
@@ -79,7 +84,7 @@ coverage: install   ## how much of the code the tests run, in the processes that
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-# It prints the tables of benchmarks/RESULTS.md.
+# It prints the tables of docs/results/recovery.md.
 soak: install   ## fault tests with random kills, 40 minutes or more
 	PERVIT_SOAK=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s -m soak tests/faults
 

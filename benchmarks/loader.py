@@ -10,7 +10,7 @@ are ratios of its medians.
 
 ``--parts`` adds the parts of our loader, each measured alone (loader_parts.py).
 
-Contestants that are not installed are skipped and listed. benchmarks/RESULTS.md says how to install them.
+Contestants that are not installed are skipped and listed. docs/results/loader.md says how to install them.
 """
 
 from __future__ import annotations

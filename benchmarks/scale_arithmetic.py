@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-# Measured here (benchmarks/RESULTS.md).
+# Measured here (docs/results/).
 CPU_MS = {"crop and flip": 1.39, "whole recipe": 2.51}  # an image of ImageNet, decoded on a CPU: "Loader"
 TABLE_BYTES = 32  # of the index, a sample: pipeline/shards/manifest.py
 PARAMETERS, BYTES_PER_PARAMETER = 43.7e6, 12  # PerViT-M; weights and AdamW's moments in fp32: 525 MB, "Checkpoints"

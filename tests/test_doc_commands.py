@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.__main__ import markdown_page
+from pipeline.models.registry import _MODULE_OF, list_models
 from support.doc_commands import DOCUMENTS, REPOSITORY, Command, check, find_commands
 
-PAGES = [*DOCUMENTS, "ARCHITECTURE.md", "CONTRIBUTING.md"]
+PAGES = [*DOCUMENTS, "AGENTS.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 COMMANDS = [command for document in DOCUMENTS for command in find_commands(document)]
 
 
@@ -25,10 +26,10 @@ def test_a_command_is_accepted(command: Command) -> None:
     ("text", "said"),
     [
         ("python -m pipeline.nothing", "not a command of the package"),
-        ("pervit evaluat --checkpoint runs/x --data d", "no command 'evaluat'"),
-        ("pervit evaluate --chekpoint runs/x --data d", "--checkpoint"),
         ("python -m pipeline.evaluate --chekpoint runs/x --data d", "--checkpoint"),
         ("pervit-shard --from images --output data", "--source"),
+        ("pervit evaluate --chekpoint runs/x --data d", "--checkpoint"),
+        ("pervit trian --config demo", "no command 'trian'"),
         ("python -m pipeline.train --config pervit_z", "did you mean"),
         ("python -m pipeline.train --config pervit_t train.epoch=1", "unknown key 'train.epoch'"),
         ("python -m pipeline.train --config pervit_t model.switches.cpee=false", "cpee"),
@@ -58,7 +59,7 @@ def test_a_wrong_command_is_found(text: str, said: str) -> None:
 def test_commands_are_in_blocks_that_are_checked() -> None:
     """Guards against a command that the checks above do not see because its block is not marked as bash."""
     assert len(COMMANDS) > 30
-    programs = r"(python|bash|sbatch|make|pip|uv|source|pervit[\w-]*) "
+    programs = r"(python|bash|sbatch|make|pip|uv|source|pervit[\w-]*|curl) "
     for document in DOCUMENTS:
         unchecked = re.sub(r"^```bash\n.*?^```", "", (REPOSITORY / document).read_text(), flags=re.DOTALL | re.MULTILINE)
         for block in re.findall(r"^```\w*\n(.*?)^```", unchecked, re.DOTALL | re.MULTILINE):
@@ -100,6 +101,24 @@ def test_the_page_of_keys_is_generated() -> None:
     assert (REPOSITORY / "docs" / "config.md").read_text() == markdown_page()
 
 
+def test_the_readme_counts_the_models() -> None:
+    """Guards against numbers of models and families that the registry has outgrown."""
+    families = set(_MODULE_OF.values())
+    text = " ".join((REPOSITORY / "README.md").read_text().split())
+    assert f"{len(list_models())} models of {len(families)} families" in text
+
+
+def test_the_drawn_floors_are_those_that_are_checked() -> None:
+    """Guards against a drawing in ARCHITECTURE.md of how the packages once were."""
+    drawn = next(block for block in re.findall(r"```\n(.*?)```", (REPOSITORY / "ARCHITECTURE.md").read_text(), re.DOTALL))
+    layers = (REPOSITORY / "pyproject.toml").read_text().partition("\nlayers = [\n")[2].partition("\n]")[0]
+    checked = [set(re.findall(r"\w+", line)) for line in re.findall(r'"([^"]*)"', layers)]
+    lines = [line for line in drawn.splitlines() if "─" not in line]
+    names = [set(line[10:].split()) for line in lines]
+    names[:2] = [(names[0] | names[1]) - {"pervit"} | {"__main__"}]  # the commands
+    assert names == checked
+
+
 def test_the_readme_is_short() -> None:
     """Guards against a front page that grows until nobody reads it to its end."""
-    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 150
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 120

@@ -47,7 +47,7 @@ def test_constraints_name_everything_that_is_pulled_in() -> None:
     pinned, seen, todo = constraints(), set(), [requirement.name for requirement in DIRECT]
     extras = (
         PROJECT["optional-dependencies"][extra]
-        for extra in ("detection", "hub", "mlflow", "onnx", "remote", "timm", "trackio", "wandb")
+        for extra in ("detection", "docs", "hub", "mlflow", "onnx", "remote", "timm", "trackio", "wandb")
     )  # not by `make install`
     not_installed = {Requirement(text).name for text in sum(extras, [])}
     assert not_installed <= pinned.keys()

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu --output gpu.jsonl
     python -m benchmarks.gpu --only attention,steps_t --minutes 3
 
-Prints Markdown tables for benchmarks/RESULTS.md. Every stage is a process with a time limit; one that fails is a row with its
+Prints Markdown tables for docs/results/. Every stage is a process with a time limit; one that fails is a row with its
 reason, and the others go on. --output has each row as soon as it is measured. Data are generated, or made of the images in
 PERVIT_IMAGENET_SAMPLES, a folder <class>/*.JPEG. Features that the code does not have yet are reported as not there.
 """

@@ -11,7 +11,7 @@ REASONS = ("skipped", "failed")
 
 
 def markdown(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Tables for ``benchmarks/RESULTS.md``.
+    """Tables for ``docs/results/``.
 
     Args:
         rows: ``{"stage", "case", "values"}`` in their order.

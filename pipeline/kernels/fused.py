@@ -38,7 +38,7 @@ class Tiling:
 
 
 def tiling(kernel: str, itemsize: int, channels: int, capability: tuple[int, int]) -> Tiling:
-    """The tiles of a kernel: the largest that keep its numbers in registers (benchmarks/RESULTS.md), not yet tuned on a GPU.
+    """The tiles of a kernel: the largest that keep its numbers in registers (docs/results/step.md), not yet tuned on a GPU.
 
     Args:
         kernel: its name in ``tiles.py`` or ``gradient_tiles.py``.

@@ -36,7 +36,7 @@ _LINK_SHARE = 0.8  # of a link's bandwidth that NCCL's rings reach with messages
 _ROUND = 20e-6  # seconds to begin a collective
 
 _SIZES = (2**20, 2**23, 2**26)  # bytes that a copy moves: within a core's cache, within the last cache, beyond
-_LINEAR_SHARE = 0.9  # of the large product's speed in linear layers (benchmarks/RESULTS.md, "The training step on a CPU")
+_LINEAR_SHARE = 0.9  # of the large product's speed in linear layers (docs/results/step.md)
 _BATCHED_SHARE = 0.65  # likewise in attention's products, whose matrices are small
 _BUSY = 1.5  # times the cores, from which on others slow a measurement down
 _FRESH = 0.12  # seconds for each measurement

@@ -29,8 +29,8 @@ from pipeline.runs.folder import read_run, starts_of
 RECOMPUTED, LAUNCHES = "recomputation", "starting kernels, engine"
 OPTIMIZER, NETWORKED = "optimizer and averages", "gradients over the network"
 START_SECONDS = 60.0  # of a job until its first step: libraries, data, NCCL; an assumption
-COMPILE_SECONDS = 90.0  # torch.compile of a model's blocks (one to two minutes on a CPU, benchmarks/RESULTS.md)
-_ENGINE_HOST = 40e-6  # seconds of DeepSpeed's engine for each parameter: 8 to 15 ms of PerViT-T's 264 (benchmarks/RESULTS.md)
+COMPILE_SECONDS = 90.0  # torch.compile of a model's blocks (one to two minutes on a CPU, docs/results/step.md)
+_ENGINE_HOST = 40e-6  # seconds of DeepSpeed's engine for each parameter: 8 to 15 ms of PerViT-T's 264 (docs/results/step.md)
 _FEWEST = 5  # steps of an earlier run that are measured
 _COMPILED_STARTS = 0.3  # operators that are started after compiling, of those before; an assumption
 

@@ -1,4 +1,4 @@
-"""The loader benchmark: that it counts all the work, and its report. The figures themselves are in benchmarks/RESULTS.md."""
+"""The loader benchmark: that it counts all the work, and its report. The figures themselves are in docs/results/loader.md."""
 
 from __future__ import annotations
 

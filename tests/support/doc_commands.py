@@ -34,7 +34,7 @@ from pipeline.sweep.__main__ import grid
 from pipeline.sweep.lines import parse_sweep
 
 REPOSITORY = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = ["README.md", *sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "docs").rglob("*.md"))]
 DOCUMENTS += sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "examples").rglob("*.md"))
 SCRIPTS = set(re.findall(r'^(pervit-[\w-]+) = "', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE))
 # Modules that documents call and that are no commands of ``pervit``.
@@ -47,6 +47,7 @@ NEEDS = {
     **dict.fromkeys(("make", "pip", "uv", "source"), "an installation"),
     **dict.fromkeys(("tail", "tensorboard"), "somebody who ends it"),
     **dict.fromkeys(("docker", "apptainer", "enroot"), "itself"),
+    **dict.fromkeys(("curl", "hf"), "a network"),
     **dict.fromkeys(("wandb", "mlflow", "trackio"), "a tracker's client, which is not part of `make install`"),
     "train.teacher=torchvision:regnet_y_16gf": "its weights",
     **dict.fromkeys(
