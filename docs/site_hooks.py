@@ -52,6 +52,8 @@ def site_links(text: str, page: str, files: Files) -> str:
         found = PAGES.get(path, path.removeprefix("docs/"))
         if path not in PAGES and (not path.startswith("docs/") or files.get_file_from_path(found) is None):
             return label
+        if label == posixpath.basename(target):  # a file's name reads badly outside of the repository
+            label = re.findall("^# (.+)", (REPOSITORY / path).read_text(), re.MULTILINE)[0]
         return f"{picture}[{label}]({posixpath.relpath(found, posixpath.dirname(page) or '.')}{anchor})"
 
     return _LINK.sub(link, text)
