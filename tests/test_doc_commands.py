@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,15 @@ def test_the_drawn_floors_are_those_that_are_checked() -> None:
     names = [set(line[10:].split()) for line in lines]
     names[:2] = [(names[0] | names[1]) - {"pervit"} | {"__main__"}]  # the commands
     assert names == checked
+
+
+def test_raw_rows_belong_to_a_result() -> None:
+    """Guards against rows in benchmarks/results that no page of results names, and pages that name rows which are not there."""
+    text = "".join(page.read_text() for page in (REPOSITORY / "docs" / "results").glob("*.md"))
+    patterns = set(re.findall(r"benchmarks/results/([\w*]*[a-z_][\w*]*\.csv)", text))
+    files = {path.name for path in (REPOSITORY / "benchmarks" / "results").iterdir()}
+    assert files and {name for name in files if not any(fnmatch(name, pattern) for pattern in patterns)} == set()
+    assert {pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in files)} == set()
 
 
 def test_the_readme_is_short() -> None:
