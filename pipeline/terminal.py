@@ -84,7 +84,8 @@ def stamped(text: str, stream: TextIO, when: float | None = None) -> str:
 
 
 class Stage:
-    """A context in which something takes a while: on a terminal a line counts its seconds, in a file there is one every 5 s.
+    """A context in which something takes a while: on a terminal a line counts its seconds, in a file there is one every 5 s,
+    unless PERVIT_QUIET is set.
 
     Like a bar it is on stderr, and gone when it ends. ``shown=False`` is for all processes but the first.
     """
@@ -113,7 +114,7 @@ class Stage:
 
         stream = sys.stderr
         if width(stream) is None:
-            while not self._over.wait(SILENCE):
+            while not self._over.wait(SILENCE) and not os.environ.get("PERVIT_QUIET"):
                 print(stamped(f"{self._what}: {self.position()}", stream), file=stream, flush=True)
         elif not self._over.wait(1):  # what is shorter does not flicker
             with tqdm(desc=self._what, bar_format="{desc}: {elapsed}", leave=False, dynamic_ncols=True, file=stream) as line:

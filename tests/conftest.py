@@ -22,6 +22,7 @@ def pytest_configure() -> None:
     processes whose Ctrl-C and hang-up are tested."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.environ["PERVIT_QUIET"] = "1"
     if (
         "PYTEST_XDIST_WORKER" in os.environ
     ):  # beside another test, threads of small operations wait for each other: 40 % of the time

@@ -75,9 +75,10 @@ def test_colours_are_for_terminals_that_want_them() -> None:
 
 
 WAIT = """
-import time
+import os, time
 from pipeline import terminal
 terminal.SILENCE = 0.2
+os.environ["PERVIT_QUIET"] = "QUIET"
 with terminal.Stage("thinking"):
     time.sleep(SECONDS)
 for batch in terminal.Progress(3, "looking", "batches"):
@@ -89,10 +90,12 @@ with terminal.Stage("nobody sees this", shown=False):
 
 def test_what_takes_long_says_so() -> None:
     """Guards against a minute in which nothing shows whether a command works or hangs."""
-    piped = run_script("-c", WAIT.replace("SECONDS", "1"))
+    loud = WAIT.replace('QUIET"\n', '"\n')
+    piped = run_script("-c", loud.replace("SECONDS", "1"))
     assert piped.stdout == "" and "nobody" not in piped.stderr
     assert re.search(r"^\d{4}\S+ \S+ thinking: \d s$", piped.stderr, re.MULTILINE)
     assert re.search(r"looking: 1 of 3 batches$", piped.stderr, re.MULTILINE)
+    assert run_script("-c", WAIT.replace("SECONDS", "1")).stderr == ""
     shown = on_terminal(WAIT.replace("SECONDS", "2.5"))
     assert re.search(r"thinking: 00:0[12]", shown) and re.search(r"looking: .*\b[123]/3 ", shown) and "nobody" not in shown
     assert "thinking: 2 s" not in shown, "a line for files"
