@@ -108,6 +108,11 @@ def main() -> int:
     if args.json:
         check_writable(args.json)
     if args.data:
+        if isinstance(args.data, Path) and not args.data.is_dir():
+            raise UserError(
+                f"--data must be a shard set, got {args.data}, which is not a directory",
+                "pass the folder that data_prep.shard_imagenet wrote",
+            )
         check_shards(args.data)
     subject = subject_of(args)
 

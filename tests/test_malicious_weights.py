@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from pipeline import load
 from pipeline.cluster.world import World
@@ -152,10 +153,12 @@ def test_under_another_name(planted: tuple[Path, Path], tmp_path: Path) -> None:
     _refused(lambda: read_trained(exported), marker, exported)
 
 
-@pytest.mark.parametrize("command", ["pipeline.evaluate --checkpoint {} --data nowhere", "pipeline.predict {} cat.jpg"])
-def test_the_commands_end_with_one_sentence(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["pipeline.evaluate --checkpoint {} --data {}", "pipeline.predict {} {}"])
+def test_the_commands_end_with_one_sentence(command: str, tmp_path: Path, digits_shards: Path) -> None:
     marker, path = tmp_path / "marker", tmp_path / "weights.pth"
     _zip(path, bait(marker, "command"))
-    done = subprocess.run([sys.executable, "-m", *command.format(path).split()], cwd=REPOSITORY, capture_output=True, text=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
+    there = tmp_path / "cat.png" if "predict" in command else digits_shards
+    done = subprocess.run([sys.executable, "-m", *command.format(path, there).split()], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 2 and not marker.exists()
     assert done.stderr.count("\n") == 1 and "system, which could run code" in done.stderr

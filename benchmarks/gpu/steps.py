@@ -159,13 +159,15 @@ def measure_case(context: Context, config: Config, world: World, in_memory: bool
     def median(name: str) -> float:
         return statistics.median(row[name] for row in windows)
 
+    mfu = f"{median('mfu'):.1%}" if world.device.type == "cuda" else None  # a CPU has no peak to compare with
+
     rate = median("images_per_second")
     torch._dynamo.reset()  # the next case compiles its own
     ms = 1e3 * config.train.global_batch_size / rate
     return {
         "images/s": rate,
         "ms/step": ms,
-        "MFU": f"{median('mfu'):.1%}",
+        "MFU": mfu,
         "peak GiB": peak,
         "data wait": f"{median('data_wait'):.1%}",
         **traced,

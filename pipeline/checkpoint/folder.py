@@ -116,8 +116,8 @@ def check_source(source: Path, step: int | str | None = None, key: str = "") -> 
         UserError: there is nothing, or a folder that is none of these.
     """
     run_dir, _ = locate(source)
-    if source.is_file() or (source / "config.json").is_file():
-        return
+    if source.is_file() or any((source / name).is_file() for name in ("config.json", "model.safetensors")):
+        return  # whether timm's folder is whole is said when it is read
     if not run_dir.exists():
         if str(source) in list_models():
             raise UserError(

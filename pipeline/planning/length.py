@@ -59,11 +59,6 @@ def count_images(config: Config, data: Place | None) -> Images | None:
         UserError: ``data`` holds no shard set, or one of other classes.
     """
     place = parse_place(data or config.data.path)
-    if data and isinstance(place, Path) and not place.is_dir():
-        raise UserError(
-            f"--data must be a shard set, got {data}, which is not a directory",
-            "pass the folder that data_prep.shard_imagenet wrote",
-        )
     if data or not isinstance(place, Path) or place.is_dir():
         try:
             return _of_shards(config, place)

@@ -214,7 +214,7 @@ def test_a_former_analysis_is_replaced_when_everything_is_there(tmp_path: Path) 
             "none of the figures of --only can be made (nonlocality: It needs images: pass --data)",
         ),
         (("deit_t", "query", (14, 0)), "--query is 14,0, but at 224 pixels there are 14 x 14 patches of 16 pixels: "),
-        (("deit_t", "data", Path("missing")), "--data must be a folder, got missing: "),
+        (("deit_t", "data", Path("missing")), "--data must be a folder, got missing, which does not exist: "),
     ],
 )
 def test_bad_input_is_one_sentence(words: tuple, sentence: str, tmp_path: Path) -> None:

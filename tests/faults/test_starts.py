@@ -51,7 +51,6 @@ def test_a_signal_before_the_first_step(small_run: Path, tmp_path: Path) -> None
         "building pervit_t",
         "building the optimizer",
         "opening",
-        "peak",
         "precision",
     ]
     assert [line[: len(start)] for line, start in zip(trained, begun, strict=False)] == begun

@@ -74,7 +74,7 @@ def test_a_browser_opens_the_page(dark: bool, storied_run: Path, damaged_shards:
     document, console = open_page(page, *["--force-dark-mode"] * dark)
     assert console == []
     source = page.read_text()
-    assert source.count('<div class="plot"') == len(re.findall(r'<div class="plot js-plotly-plot', document)) >= 10
+    assert source.count('<div class="plot"') == len(re.findall(r'<div class="plot js-plotly-plot', document)) >= 9
     assert len(re.findall(r'<img alt="\d{6}-\d{6}" src="data:image/jpeg', document)) == 24
     assert not re.search(r'(src|href)="(?!data:|#)', source.split("<script")[0])
 

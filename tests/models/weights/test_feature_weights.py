@@ -74,7 +74,7 @@ def test_position_embeddings_of_another_size() -> None:
 
 def test_the_documentations_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an example that nobody has run."""
-    text = (REPOSITORY / "docs" / "models.md").read_text()
+    text = (REPOSITORY / "docs" / "inference.md").read_text()
     block = next(part for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "as_features" in part)
     model = classifier("pervit_t")
     description = Description(
