@@ -6,8 +6,6 @@ import csv
 import io
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,9 @@ import torch
 from pipeline.checkpoint.weights import read_weights
 from pipeline.models import create_model, reference_state_dict
 from support.doc_commands import called_module, find_commands
-from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.launching import REPOSITORY
 from support.precisions import FP32
+from support.ranks import run_forked
 
 PAGE = "docs/finetune.md"
 WEIGHTS = "deit_tiny_patch16_224-a1311bcf.pth"  # which the page downloads
@@ -54,15 +53,7 @@ def test_its_three_commands_make_a_model_that_is_right(place: Path) -> None:
     said = []
     for module, words in filter(None, called):
         more = QUICKER if module == "pipeline.train" else []
-        done = subprocess.run(
-            [sys.executable, "-m", module, *words, *more],
-            cwd=place,
-            env=clean_environment(PYTHONPATH=str(REPOSITORY)),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = run_forked(module, *words, *more, folder=place)
         said.append(done.stdout + done.stderr)
     assert "96 images of 2 classes" in said[0]
     assert sum(map(int, re.findall(r"non-JPEG images unchanged: (\d+) png", said[0]))) == 30

@@ -112,7 +112,9 @@ def run_graph(images: list[np.ndarray], ops: Ops, device: str, bilinear: np.ndar
     chosen = () if bilinear is None else (bilinear.astype(np.float32),)
     matrices, layers = affine_matrices(ops, SIZE), ops.op.shape[1]
 
-    @pipeline_def(batch_size=len(images), num_threads=2, device_id=graph_device(device), enable_conditionals=True)
+    one_run = {"prefetch_queue_depth": 1}  # else DALI computes two batches more, which nobody takes
+
+    @pipeline_def(batch_size=len(images), num_threads=2, device_id=graph_device(device), enable_conditionals=True, **one_run)
     def graph():
         pixels = fn.external_source(
             source=lambda: np.stack(images), batch=True, layout="HWC", dtype=types.UINT8, ndim=3, device=device

@@ -21,7 +21,7 @@ from pipeline.checkpoint.weights import SavedWeights, read_initial_weights, read
 from pipeline.errors import UserError
 from pipeline.inference.trained import read_trained
 from pipeline.models import create_model, load_exported
-from support.launching import run_module
+from support.ranks import run_forked
 
 pytestmark = pytest.mark.multiprocess
 SWITCHES = {"widths": [32, 48, 64, 80], "phi_p_frozen": True}
@@ -41,7 +41,7 @@ def run(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     config["train"] |= {"zero_stage": 3, "ema_decay": 0.5}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    run_module("pipeline.train", "--config", folder / "config.yaml", processes=2)
+    run_forked("pipeline.train", "--config", folder / "config.yaml", processes=2)
     return folder / "run"
 
 
@@ -122,14 +122,14 @@ def test_a_checkpoint_is_also_meant_by_its_path_or_as_the_best(run: Path, comman
 
 def test_verify_names_what_is_damaged(damaged: Path) -> None:
     """Guards against damage that is found but not named, or named with exit code 0."""
-    result = run_module("pipeline.checkpoint", "verify", damaged, check=False)
+    result = run_forked("pipeline.checkpoint", "verify", damaged, check=False)
     assert result.returncode == 1 and not result.stderr, result.stderr
     lines = [line for line in result.stdout.splitlines() if "DAMAGED" in line]
     assert len(lines) == 2 and "step-00000003/checkpoint.json is damaged" in lines[0]
     assert "step-00000004/part-00001.safetensors was changed after it was written" in lines[1]
     last = result.stdout.splitlines()[-1]
     assert last == f"damaged: {step_folder(damaged, 3)}, {step_folder(damaged, 4)}"
-    assert run_module("pipeline.checkpoint", "verify", damaged, "--step", 2).returncode == 0
+    assert run_forked("pipeline.checkpoint", "verify", damaged, "--step", 2).returncode == 0
 
 
 def test_verify_notices_a_part_that_was_never_listed(run: Path, command, tmp_path: Path, capsys) -> None:
@@ -175,7 +175,7 @@ def test_an_exported_file_evaluates_as_its_checkpoint(run: Path, digits_shards: 
     command("export", run, "--output", file, "--weights", "ema")
     for source, options in ((run, ["--weights", "ema"]), (file, [])):
         arguments = ("--checkpoint", source, "--data", digits_shards, *options, "--json", tmp_path / "result.json")
-        run_module("pipeline.evaluate", *arguments)
+        run_forked("pipeline.evaluate", *arguments)
         results.append(json.loads((tmp_path / "result.json").read_text()))
     first, second = results
     assert first.pop("checkpoint") != second.pop("checkpoint") and first == second
@@ -226,7 +226,7 @@ def test_each_mistake_is_one_sentence(
 
 def test_the_command_ends_with_two(run: Path) -> None:
     """Guards against a file system's refusal that ends in a traceback."""
-    result = run_module("pipeline.checkpoint", "export", run, "--output", "/proc/weights.safetensors", check=False)
+    result = run_forked("pipeline.checkpoint", "export", run, "--output", "/proc/weights.safetensors", check=False)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1 and result.stderr.startswith("error: /proc/weights.safetensors")
 

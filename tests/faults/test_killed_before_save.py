@@ -13,8 +13,7 @@ from pipeline.checkpoint.folder import latest_step
 from pipeline.track.position import Position
 from pipeline.track.sending import Sender
 from pipeline.track.tracker import About, Item, Segment
-from support.launching import run_module
-from support.ranks import Job
+from support.ranks import Job, run_forked
 from support.runs import evaluation_rows, step_rows, write_small_config
 from support.small_run import SMALL_MODEL
 
@@ -65,10 +64,10 @@ def tracked(run: Path, folder: Path) -> str:
 def answers(file: Path, run: Path, folder: Path) -> dict[str, str]:
     """What a sweep's list, a page, a terminal and a sender say of the run."""
     page = folder / "page.html"
-    run_module("pipeline.report", run, "--output", page)
-    watched = run_module("pipeline.watch", run, "--once", COLUMNS="180").stdout
+    run_forked("pipeline.report", run, "--output", page)
+    watched = run_forked("pipeline.watch", run, "--once", COLUMNS="180").stdout
     return {
-        "sweep": run_module("pipeline.sweep", "--list", file).stdout.strip(),
+        "sweep": run_forked("pipeline.sweep", "--list", file).stdout.strip(),
         "report": page.read_text().partition('<p class="subtitle">')[2].partition("</p>")[0],
         "watch": next(line for line in watched.splitlines() if " state " in line),
         "track": tracked(run, folder / "tracked"),
@@ -95,7 +94,7 @@ def test_a_run_killed_before_its_last_save_is_not_finished(digits_shards: Path, 
     )
     assert said["track"] == "waits"
 
-    sweep = run_module("pipeline.sweep", file, OMP_NUM_THREADS="1").stdout
+    sweep = run_forked("pipeline.sweep", file, OMP_NUM_THREADS="1").stdout
     assert "1 run, 0 finished already" in sweep and "1 of 1 run finished" in sweep, sweep
     assert latest_step(run) == 6 and [row["step"] for row in step_rows(run)] == [1, 2, 3, 4, 5, 6]
     again = evaluation_rows(run)
@@ -106,6 +105,6 @@ def test_a_run_killed_before_its_last_save_is_not_finished(digits_shards: Path, 
     said = answers(file, run, tmp_path)
     assert said["sweep"].startswith("1  seed=3  finished at step 6, top-1") and said["report"] == "pervit_t, finished at step 6"
     assert "finished at step 6" in said["watch"] and said["track"] == "complete"
-    assert "1 run, 1 finished already" in run_module("pipeline.sweep", file).stdout
-    nothing = run_module("pipeline.train", "--config", config, *words, "seed=3", f"output_dir={run}")
+    assert "1 run, 1 finished already" in run_forked("pipeline.sweep", file).stdout
+    nothing = run_forked("pipeline.train", "--config", config, *words, "seed=3", f"output_dir={run}")
     assert f"{run} is complete at step 6: nothing to train." in nothing.stdout

@@ -15,8 +15,7 @@ from faults.history import distance, loss_difference, same_files
 from pipeline.checkpoint.folder import latest_step, step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.parts import SliceReader, optimizer_quantity, read_headers
-from support.launching import run_module
-from support.ranks import train
+from support.ranks import run_forked, train
 from support.runs import step_rows
 
 pytestmark = pytest.mark.multiprocess
@@ -77,7 +76,7 @@ def test_kills_and_other_world_sizes(name: str, small_run: Path, tmp_path: Path)
     scalars = saved_scalars(chain, case.kept)
     assert scalars == saved_scalars(straight, case.kept)
     assert all(value == STEPS for key, value in scalars.items() if key.startswith("step of "))
-    assert run_module("pipeline.checkpoint", "verify", chain).stdout.splitlines()[-1] == "intact"
+    assert run_forked("pipeline.checkpoint", "verify", chain).stdout.splitlines()[-1] == "intact"
 
 
 def saved_scalars(run: Path, kept: tuple[set[str], ...]) -> dict[str, float]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 
 from pipeline.models import entry, list_models, model_entry, registry
-from support.launching import run_module
+from support.ranks import run_forked
 
 
 def test_the_list_names_every_model_with_its_paper_and_size() -> None:
     """Guards against a model that cannot be found, and against a count that is not the model's."""
-    lines = run_module("pipeline.models").stdout.splitlines()[1:]
+    lines = run_forked("pipeline.models").stdout.splitlines()[1:]
     assert [line.split()[0] for line in lines] == list_models()
     for line in lines:
         assert model_entry(line.split()[0]).paper in line
@@ -28,11 +28,11 @@ def test_the_names_that_are_known_without_pytorch_are_those_that_are_registered(
 
 def test_a_model_names_its_switches() -> None:
     """Guards against a switch that is listed without its values, its default or its meaning; and against slips in the name."""
-    shown = run_module("pipeline.models", "pervit_t").stdout
+    shown = run_forked("pipeline.models", "pervit_t").stdout
     for name, field in model_entry("pervit_t").switches.model_fields.items():
         assert f"  {name} = " in shown and field.description in shown
     assert 'phi_p_init = "peripheral"    (peripheral | conv | random)' in shown
     assert "widths = null    ([int, int, int, int] | null)" in shown
-    wrong = run_module("pipeline.models", "pervit_x", check=False)
+    wrong = run_forked("pipeline.models", "pervit_x", check=False)
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: model.name must be timm:NAME or one of ")
     assert "got 'pervit_x': did you mean 'pervit_t'?" in wrong.stderr

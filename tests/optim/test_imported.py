@@ -15,7 +15,7 @@ from pipeline.errors import UserError
 from pipeline.optim.build import build_optimizer, optimizer_description
 from pipeline.optim.description import MATRICES, StateNames
 from pipeline.optim.engine import zero_stage
-from support.launching import REPOSITORY, run_module
+from support.ranks import run_forked
 
 
 def config(name: str, zero: int = 1, **optim: object) -> Config:
@@ -102,7 +102,7 @@ def test_a_class_that_no_run_can_be_resumed_with_is_refused(name: str, optim: di
 def test_a_plan_counts_what_a_class_keeps(name: str, kept: int) -> None:
     """Guards against a plan that knows AdamW alone: a checkpoint has the weights and what the class keeps for each, in float32."""
     options = ("--config", "deit_t", "--gpus-per-node", 2, "--micro-batch", 128, f"optim.name={name}")
-    said = run_module("pipeline.plan", *options, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}").stdout
+    said = run_forked("pipeline.plan", *options).stdout
     found = re.search(r"checkpoint +([\d.]+) MB", said)
     assert found and float(found[1]) == pytest.approx((1 + kept) * 4 * 5.717, rel=0.01)  # millions of parameters
 

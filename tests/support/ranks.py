@@ -37,9 +37,21 @@ class Job:
     """
 
     def __init__(
-        self, world_size: int, *arguments: object, module: str = "pipeline.train", missing: int = 0, stdin: str = ""
+        self,
+        world_size: int,
+        *arguments: object,
+        module: str = "pipeline.train",
+        missing: int = 0,
+        stdin: str = "",
+        folder: Path = REPOSITORY,
+        **environment: str,
     ) -> None:
-        """``missing`` more ranks are of the job, but somebody else starts them, or nobody."""
+        """``missing`` more ranks are of the job, but somebody else starts them, or nobody.
+
+        Args:
+            folder: where the processes run.
+            environment: variables more than usual, or others.
+        """
         self.world_size, self.started = world_size, time.time()
         self._folder = Path(tempfile.mkdtemp(dir=_logs().name))
         common = {
@@ -52,7 +64,8 @@ class Job:
             request = {
                 "module": module,
                 "arguments": [str(argument) for argument in arguments],
-                "environment": {key: str(value) for key, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()},
+                "environment": {k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank, **environment}.items()},
+                "folder": str(folder),
                 "input": str(self._folder / "stdin"),
                 "output": str(self._folder / str(rank)),
             }
@@ -143,14 +156,20 @@ class Job:
 
 
 def run_forked(
-    module: str, *arguments: object, processes: int = 1, check: bool = True, stdin: str = ""
+    module: str,
+    *arguments: object,
+    processes: int = 1,
+    check: bool = True,
+    stdin: str = "",
+    folder: Path = REPOSITORY,
+    **environment: str,
 ) -> subprocess.CompletedProcess:
-    """As ``launching.run_module``, without the launcher and without importing everything in each process: seconds less.
+    """As ``launching.run_module``, without the launcher and without importing everything in each process: five seconds less.
 
     Returns:
         The highest exit code, what rank 0 has printed, and the errors of all.
     """
-    job = Job(processes, *arguments, module=module, stdin=stdin)
+    job = Job(processes, *arguments, module=module, stdin=stdin, folder=folder, **environment)
     code = max(job.wait(), key=abs)
     errors = "".join(job.stderr(rank) for rank in range(processes))
     if check and code != 0:

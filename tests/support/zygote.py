@@ -2,7 +2,8 @@
 
 The process that runs this program imports the training and then only waits. A line on its stdin is a request::
 
-    {"module": "pipeline.train", "arguments": [...], "environment": {"RANK": "0", ...}, "input": FILE, "output": "FOLDER/0"}
+    {"module": "pipeline.train", "arguments": [...], "environment": {"RANK": "0", ...},
+     "folder": FOLDER, "input": FILE, "output": "FOLDER/0"}
 
 It forks a process that goes on as ``python -m pipeline.train ... < FILE`` would, with stdout and stderr in FOLDER/0.out and
 FOLDER/0.err, and answers with the process id. FOLDER/0.code appears when that process has ended: its exit code, or minus the signal that killed it.
@@ -97,12 +98,15 @@ def _become(request: dict, stdout: int, stderr: int) -> None:
     os.dup2(stderr, 2)
     os.dup2(os.open(request["input"], os.O_RDONLY), 0)
     os.environ.update(request["environment"])
+    os.chdir(request["folder"])
     sys.argv = [request["module"], *request["arguments"]]
     from pipeline.command_line import run_command
 
-    module = request["module"]
+    module = importlib.import_module(request["module"])
+    if hasattr(module, "__path__"):  # a package's program
+        module = importlib.import_module(f"{module.__name__}.__main__")
     try:
-        run_command(importlib.import_module(module).main)
+        run_command(module.main)
     except SystemExit as ended:
         if isinstance(ended.code, int):
             _exit_at_once(ended.code)
