@@ -27,7 +27,10 @@ endif
 STAMP  := $(VENV)/.installed-$(BUILD)
 OTHERS := $(filter-out %-$(BUILD),$(STAMPS))
 
-.PHONY: help install demo lint test docs coverage soak gpu-check clean
+# Compiled modules are kept, whatever the environment says: the tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: help install demo lint check quick-tests test test-benchmarks docs coverage soak gpu-check clean
 help:     ## list the targets
 	@sed -n 's/^\([a-z-]*\): .*## /make \1\t/p' Makefile
 
@@ -67,9 +70,19 @@ lint: install   ## ruff, mypy and the rules of import, as in pyproject.toml
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+check: install   ## lint, and the tests that start no process and build no full-size model: an answer in a minute
+	@$(MAKE) --no-print-directory -j2 lint quick-tests
+
 # Two at a time, the tests of a file in one process: they share fixtures. `pytest tests` runs one after the other.
-test: install   ## all tests
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests -n 2 --dist loadfile
+PYTEST_IN_TWO := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile
+quick-tests: install
+	$(PYTEST_IN_TWO) tests --quick
+
+test: install   ## all tests but those of benchmarks/
+	$(PYTEST_IN_TWO) --no-loadscope-reorder tests --ignore=tests/benchmarks
+
+test-benchmarks: install   ## the tests of benchmarks/, which run them in miniature
+	$(PYTEST_IN_TWO) tests/benchmarks
 
 # Look at it with: python -m http.server --directory build/site --bind 127.0.0.1
 docs: install   ## the documentation as a site, build/site/index.html

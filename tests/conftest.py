@@ -17,7 +17,11 @@ from support.slurm_cluster import Cluster, free_ports, running_cluster
 IMAGENET_VARIABLE = "PERVIT_IMAGENET_SAMPLES"
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only tests that start no process and build no full-size model")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """A job in the background of a script has Ctrl-C ignored, one under nohup hang-ups, and both hand that down: also to the
     processes whose Ctrl-C and hang-up are tested."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,6 +31,17 @@ def pytest_configure() -> None:
         "PYTEST_XDIST_WORKER" in os.environ
     ):  # beside another test, threads of small operations wait for each other: 40 % of the time
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if config.getoption("--quick"):
+        from support import quick  # imports PyTorch
+
+        config.pluginmanager.register(quick.Quick())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of two workers each takes the next file: those with trainings first, so that both end at the same time."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        trains = {item.path for item in items if any(map(item.get_closest_marker, ("multiprocess", "slurm")))}
+        items.sort(key=lambda item: item.path not in trains)
 
 
 @pytest.fixture(scope="session")
