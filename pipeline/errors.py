@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # Exit codes of every command; 75 and 76 ask the job script for a restart.
 USER_ERROR = 2  # a mistake that a restart cannot fix
@@ -87,6 +88,19 @@ def install_extra(extra: str) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, without a full stop, for the middle of a sentence; the error's type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
+
+
+def first_invalid(error: Any, whole: str = "the file") -> str:
+    """What is wrong first in data that pydantic has refused with ``error``, its ``ValidationError``: ``PLACE must ..., got ...``.
+
+    ``whole`` names the place of what is wrong with everything.
+    """
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(map(str, problem["loc"])) or whole
+    need = problem["msg"].partition(" should ")[2].partition(" after validation")[0]
+    if not need:  # a key that is missing or unknown, or no JSON
+        return f"{place} is missing" if problem["type"] == "missing" else f"{place}: {problem['msg']}"
+    return f"{place} must {need}, got {problem['input']!r:.60}"
 
 
 def first_few(names: Sequence[str], most: int = 3) -> str:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_invalid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,8 +101,6 @@ def training_from_json(text: str, source: str) -> Training:
         UserError: it is damaged; the message names ``source``.
     """
     from pydantic import TypeAdapter, ValidationError
-
-    from pipeline.models.weights.exported import first_invalid
 
     try:
         return TypeAdapter(Training).validate_json(text)

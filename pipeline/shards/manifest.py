@@ -21,7 +21,7 @@ from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, TypeA
 from typing_extensions import TypedDict
 from xxhash import xxh3_64_intdigest
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_invalid
 from pipeline.files import open_regular, replace_text
 from pipeline.stores.place import Place
 
@@ -131,7 +131,7 @@ class ShardManifest:
         try:
             manifest: ShardManifest = _adapter().validate_json(content)
         except ValidationError as error:
-            raise UserError(f"{path} is damaged: {_problem(error)}", _RESTORE) from None
+            raise UserError(f"{path} is damaged: {first_invalid(error)}", _RESTORE) from None
         lists: dict[str, list] = {
             f"splits.{name}.samples_per_class": split.samples_per_class for name, split in manifest.splits.items()
         }
@@ -174,15 +174,6 @@ def _holds_images(folder: Path, depth: int = 3) -> bool:
 @lru_cache(maxsize=1)
 def _adapter() -> TypeAdapter:
     return TypeAdapter(ShardManifest)
-
-
-def _problem(error: ValidationError) -> str:
-    """The first wrong value, and what it must be."""
-    problem = error.errors()[0]
-    where, need = ".".join(map(str, problem["loc"])) or "it", problem["msg"].partition(" should ")[2]
-    if not need:  # a key that is missing or unknown, or no JSON
-        return f"it is not a complete manifest ({where}: {problem['msg']})"
-    return f"{where} must {need.partition(' after validation')[0]}, got {problem['input']!r:.60}"
 
 
 def map_sample_table(path: Path, samples: int) -> np.ndarray:

@@ -165,7 +165,7 @@ def edited(folder: Path, new: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"architecture": None}, "config.json: architecture: Field required"),
+        ({"architecture": None}, "config.json: architecture is missing"),
         ({"architecture": "resnet18"}, OTHER),
         ({"architecture": "deit_tiny_distilled_patch16_224"}, OTHER),
         ({"num_classes": 7}, "has 5 label_names for 7 classes"),
@@ -175,7 +175,7 @@ def edited(folder: Path, new: Path, **changes: object) -> Path:
         ({"input_size": [3, 32, 64]}, r"input_size must be a square of 3 channels for an evaluation, got \[3, 32, 64\]"),
         ({"input_size": [3, 64, 64]}, r"of another shape \(.*position_embedding.weight"),
         ({"crop_pct": 1.2}, "crop_pct must be from 0.1 to 1 for an evaluation, got 1.2"),
-        ({"std": [0, 1, 1]}, "config.json: pretrained_cfg.std.0: Input should be greater"),
+        ({"std": [0, 1, 1]}, "config.json: pretrained_cfg.std.0 must be greater"),
         (
             {"model_args": {"embed_dim": 50}},
             "model_args of convit_tiny must be those of a model of this project, got embed_dim=50",
@@ -199,7 +199,7 @@ def test_a_damaged_folder_is_one_sentence(folder: Path, tmp_path: Path) -> None:
         "has no model.safetensors": {"config.json": config},
         "model.safetensors cannot be read": {"config.json": config, "model.safetensors": weights[:-1000]},
         "config.json cannot be read": {"config.json": config[:-40], "model.safetensors": weights},
-        "config.json: the file: Input should be": {"config.json": b"[1]", "model.safetensors": weights},
+        "config.json: the file must be": {"config.json": b"[1]", "model.safetensors": weights},
     }
     for number, (said, files) in enumerate(cases.items()):
         broken = tmp_path / str(number)

@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from pipeline.config.values import MAX_SIDE, Count, Deviation, Mean
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_invalid
 from pipeline.files import open_regular, replace_file
 from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import create_model
@@ -148,12 +148,6 @@ def build_described(path: Path, weights: Mapping[str, Tensor], description: Desc
     except UserError as error:
         raise UserError(f"{path} does not match its description of the model ({error})", "export it again") from None
     return model.eval()
-
-
-def first_invalid(error: ValidationError, whole: str) -> str:
-    """The first of pydantic's complaints with its place; ``whole`` names the place of one about everything."""
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
 def _described(path: Path, text: str) -> Description:

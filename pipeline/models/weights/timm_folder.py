@@ -18,13 +18,13 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from torch import Tensor
 
 from pipeline.config.values import MAX_SHAPE, MAX_SIDE, Deviation, Mean
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_invalid
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import PATCH, ViTLayout
 from pipeline.models.convit import ConViTSwitches
 from pipeline.models.entry import TIMM_PREFIX, is_timm
 from pipeline.models.registry import check_name, list_models, model_entry
-from pipeline.models.weights.exported import Description, build_described, first_invalid, read_pickled, read_tensors
+from pipeline.models.weights.exported import Description, build_described, read_pickled, read_tensors
 from pipeline.models.weights.transfer import check_finite
 
 CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
