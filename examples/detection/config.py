@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from pipeline import config as package
 from pipeline.command_line import command_parser, run_command
-from pipeline.config import DistributedConfig, Section, TrainConfig
+from pipeline.config import DistributedConfig, Section, values
 from pipeline.config.__main__ import markdown_table
-from pipeline.config.values import (
-    MAX_SIDE,
-    BatchSize,
-    Deviation,
-    Epochs,
-    Fraction,
-    GlobalBatchSize,
-    Mean,
-    PositiveInt,
-    PositiveRate,
-    Rate,
-    Share,
-    Steps,
-    Text,
-)
+from pipeline.config.values import BatchSize, Epochs, Fraction, Rate, Share, Steps, Text
 
-Side = Annotated[int, Field(ge=16, le=MAX_SIDE)]
+Side = Annotated[int, Field(ge=16, le=values.MAX_SIDE)]
 
 
 class ModelConfig(Section):
@@ -71,16 +59,14 @@ class DataConfig(Section):
     """Decoder threads per rank; null: the node's CPU cores divided by its ranks."""
     read_ahead: Annotated[int, Field(ge=1, le=1024)] = 4
     """Micro-batches that are decoded ahead."""
-    mean: tuple[Mean, Mean, Mean] = (0.485, 0.456, 0.406)
+    mean: tuple[values.Mean, values.Mean, values.Mean] = (0.485, 0.456, 0.406)
     """Normalization, per RGB channel, of pixels in [0, 1]."""
-    std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
+    std: tuple[values.Deviation, values.Deviation, values.Deviation] = (0.229, 0.224, 0.225)
     """Normalization, per RGB channel, of pixels in [0, 1]."""
 
-    @model_validator(mode="after")
-    def _sides_ascend(self) -> DataConfig:
+    def misfits(self) -> Iterator[str]:
         if self.short_side > self.long_side:
-            raise ValueError(f"data.short_side must be at most data.long_side {self.long_side}, got {self.short_side}")
-        return self
+            yield f"data.short_side must be at most data.long_side {self.long_side}, got {self.short_side}"
 
 
 class ScheduleConfig(Section):
@@ -88,7 +74,7 @@ class ScheduleConfig(Section):
     """Length of the schedule, in passes over the training images."""
     max_steps: Steps | None = None
     """Stop after this many optimizer steps in total; the schedule stays the same. null: run to the end."""
-    global_batch_size: GlobalBatchSize = 16
+    global_batch_size: values.GlobalBatchSize = 16
     """Images per optimizer step over all ranks."""
     micro_batch_size: BatchSize = 2
     """Images per forward pass and rank; the number of gradient accumulation steps follows from it."""
@@ -99,7 +85,7 @@ class ScheduleConfig(Section):
 class OptimConfig(Section):
     """AdamW, all parameters decayed, as by mmdetection's default; multi-step schedule after a linear warm-up."""
 
-    lr: PositiveRate = 1e-4
+    lr: values.PositiveRate = 1e-4
     """Learning rate after the warm-up."""
     weight_decay: Rate = 0.067
     """Decoupled weight decay."""
@@ -122,13 +108,13 @@ class EvalConfig(Section):
     """Images per forward pass and rank."""
     score_threshold: Fraction = 0.05
     """Detections with a lower score are dropped."""
-    detections: PositiveInt = 100
+    detections: values.PositiveInt = 100
     """Most detections per image; COCO's metrics use 100."""
 
 
 class CheckpointConfig(Section):
     every_steps: Steps | None = 1000
-    """Steps between checkpoints; there is always one before an evaluation and at the end, and null means only these."""
+    """Steps between checkpoints; there is always one after an evaluation and at the end, and null means only these."""
     keep_last: Steps = 2
     """Number of most recent checkpoints to keep."""
 
@@ -152,30 +138,39 @@ class DetectionConfig(Section):
     log: LogConfig = LogConfig()
     distributed: DistributedConfig = DistributedConfig()
 
-    @model_validator(mode="after")
-    def _frozen_statistics_come_from_somewhere(self) -> DetectionConfig:
+    def misfits(self) -> Iterator[str]:
         if self.model.batchnorm == "frozen" and self.model.init_from is None:
-            raise ValueError(
-                "model.batchnorm=frozen requires model.init_from, got null: name the pretrained weights whose statistics it keeps, or set "
-                "model.batchnorm=batch to train from scratch"
+            yield (
+                "model.batchnorm=frozen requires model.init_from, got null: name the pretrained weights whose statistics it keeps, or "
+                "set model.batchnorm=batch to train from scratch"
             )
-        return self
 
     @property
-    def batches(self) -> TrainConfig:
-        """The batch sizes in the form that ``accumulation_steps`` takes."""
-        train = self.train
-        return TrainConfig(global_batch_size=train.global_batch_size, micro_batch_size=train.micro_batch_size)
+    def has_masks(self) -> bool:
+        return self.model.detector == "mask_rcnn"
+
+    def for_package(self, categories: int) -> package.Config:
+        """What the package's engine, log and checkpoints know of a run, as they take it. Casts to bf16 are the detector's own."""
+        optim = self.optim.model_dump(include={"lr", "weight_decay", "clip_grad_norm"})
+        train = self.train.model_dump(exclude={"precision"})
+        model = self.model.model_dump(include={"name", "image_size", "switches"})
+        return package.Config(
+            output_dir=self.output_dir,
+            seed=self.seed,
+            model=package.ModelConfig(**model, num_classes=categories),
+            train=package.TrainConfig(**train, precision="fp32", zero_stage=0),
+            optim=package.OptimConfig(**optim),
+            checkpoint=package.CheckpointConfig(**self.checkpoint.model_dump(), keep_best=False),
+            log=package.LogConfig(**self.log.model_dump()),
+            distributed=self.distributed,
+        )
 
 
 def is_free(key: str) -> bool:
-    """Whether a resumed run may change a key: it affects neither the images of a step nor the weights beyond rounding.
-
-    The paths are free because the annotations are compared by content.
-    """
+    """Whether a resumed run may change a key: it affects neither the images of a step nor the weights beyond rounding. Paths are
+    free because the annotations are compared by content."""
     free = ("output_dir", "train.max_steps", "train.micro_batch_size", "data.num_threads", "data.read_ahead")
-    paths = ("data.train_images", "data.train_annotations", "data.val_images", "data.val_annotations")
-    return key in (*free, *paths) or key.startswith(("eval.", "checkpoint.", "log.", "distributed."))
+    return key in free or key.startswith(("data.train_", "data.val_", "eval.", "checkpoint.", "log.", "distributed."))
 
 
 def main() -> None:

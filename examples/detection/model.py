@@ -40,18 +40,13 @@ def import_torchvision() -> Any:
     try:
         from torchvision.models import detection
         from torchvision.ops import nms
+
+        nms(torch.zeros(1, 4, device="cpu"), torch.zeros(1, device="cpu"), 0.5)
     except ModuleNotFoundError as error:
         raise UserError(f"detection requires torchvision and pycocotools, got no package {error.name!r}", remedy) from None
-    except (ImportError, RuntimeError, OSError) as error:
-        raise UserError(
-            f"torchvision's operators do not load beside PyTorch {torch.__version__} ({first_line(error)})", remedy
-        ) from None
-    try:
-        nms(torch.zeros(1, 4, device="cpu"), torch.zeros(1, device="cpu"), 0.5)
-    except (RuntimeError, NotImplementedError) as error:
-        raise UserError(
-            f"torchvision's operators do not run beside PyTorch {torch.__version__} ({first_line(error)})", remedy
-        ) from None
+    except (ImportError, RuntimeError, OSError) as error:  # NotImplementedError is a RuntimeError
+        problem = f"torchvision's operators do not run beside PyTorch {torch.__version__} ({first_line(error)})"
+        raise UserError(problem, remedy) from None
     return detection
 
 
@@ -59,16 +54,13 @@ class Pyramid(nn.Module):
     """A backbone's feature maps and the feature pyramid on them (Lin et al., CVPR 2017).
 
     Args:
-        features: the feature form of a model.
-        first_stride: maps of a smaller stride are not used.
+        features: the feature form of a model, whose maps of a stride below ``first_stride`` are not used.
         width: channels of each level.
         more_levels: RetinaNet's P6 and P7, convolutions from the last map; else one level by subsampling.
         precision: "bf16" or "fp32".
 
     Attributes:
-        out_channels: ``width``, as torchvision asks for it.
-        strides: of each level.
-        maps: number of levels that come from a map.
+        strides: of each level, the first ``maps`` of which come from a map.
         noise: (B, noise_per_sample) for the next forward pass, see :class:`VisionModel`; None: PyTorch's generator.
     """
 
@@ -95,26 +87,18 @@ class Pyramid(nn.Module):
 
 
 class Detector(nn.Module):
-    """torchvision's detector on a :class:`Pyramid`.
-
-    Args:
-        detector: RetinaNet or MaskRCNN.
-        frozen: BatchNorm keeps its statistics in training too.
-    """
+    """torchvision's RetinaNet or MaskRCNN on a :class:`Pyramid`. ``frozen``: BatchNorm keeps its statistics in training too."""
 
     def __init__(self, detector: Any, frozen: bool) -> None:
         super().__init__()
         self.detector, self.frozen = detector, frozen
-        self.samplers = [_sample_per_image(part) for part in _sampling_parts(detector)]
+        # Those that train on a sample of what they are given: the region proposal network and the heads.
+        parts = [getattr(detector, name) for name in ("rpn", "roi_heads") if hasattr(detector, name)]
+        self.samplers = [_sample_per_image(part) for part in parts]
 
     @property
     def pyramid(self) -> Pyramid:
         return self.detector.backbone
-
-    @property
-    def noise_per_sample(self) -> int:
-        """Uniform numbers per image that a training step needs for the backbone."""
-        return self.pyramid.features.noise_per_sample
 
     def train(self, mode: bool = True) -> Detector:
         super().train(mode)
@@ -124,38 +108,36 @@ class Detector(nn.Module):
                     module.eval()
         return self
 
-    def losses(
-        self, images: list[Tensor], targets: list[dict[str, Tensor]], noise: Tensor | None, seeds: Sequence[int]
-    ) -> dict[str, Tensor]:
-        """The losses of a micro-batch by name; their sum is minimized.
+    def forward(
+        self,
+        images: list[Tensor],
+        targets: list[dict[str, Tensor]] | None = None,
+        noise: Tensor | None = None,
+        seeds: Sequence[int] = (),
+    ) -> Any:
+        """In training mode the losses of a micro-batch by name, whose sum is minimized, else the detections.
 
         Args:
-            images: B times (3, H, W) in [0, 1].
-            targets: see :data:`examples.detection.loader.Target`.
+            images: B times (3, H, W) in [0, 1]. What follows is for training.
+            targets: see :data:`examples.detection.data.Target`.
             noise: (B, noise_per_sample).
             seeds: one for each image, for the sampled anchors and proposals.
+
+        Returns:
+            Detections per image, best first: boxes (n, 4) in its pixels, labels (n,), scores (n,), and masks (n, 1, H, W).
         """
         self.pyramid.noise = noise
         for sampler in self.samplers:
             sampler.seeds = list(seeds)
         return self.detector(images, targets)
 
-    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
-        """Detections per image, best first: boxes (n, 4) in its pixels, labels (n,), scores (n,), and masks (n, 1, H, W)."""
-        self.pyramid.noise = None
-        return self.detector(images)
-
 
 def build_detector(config: DetectionConfig, categories: int, fresh: bool = True) -> tuple[Detector, list[str]]:
-    """The detector with its first weights; draws from PyTorch's default generator.
+    """The detector with its first weights, by PyTorch's default generator, and sentences for the log.
 
     Args:
-        config: of the run.
-        categories: number of categories, without the background.
+        categories: their number, without the background.
         fresh: no checkpoint follows, so that ``model.init_from`` is read.
-
-    Returns:
-        The detector, and sentences for the log.
 
     Raises:
         UserError: torchvision does not load, or the backbone's weights cannot be read or do not fit.
@@ -171,21 +153,11 @@ def build_detector(config: DetectionConfig, categories: int, fresh: bool = True)
         tuple(tuple(int(scale * stride * octave) for octave in octaves) for stride in pyramid.strides),
         (ASPECT_RATIOS,) * len(pyramid.strides),
     )
-    common = {
-        "min_size": data.short_side,
-        "max_size": data.long_side,
-        "image_mean": list(data.mean),
-        "image_std": list(data.std),
-    }
+    sizes = {"min_size": data.short_side, "max_size": data.long_side}
+    common = {**sizes, "image_mean": list(data.mean), "image_std": list(data.std)}
     if retinanet:
-        detector = detection.RetinaNet(
-            pyramid,
-            categories,
-            anchor_generator=anchors,
-            score_thresh=config.eval.score_threshold,
-            detections_per_img=config.eval.detections,
-            **common,
-        )
+        limits = {"score_thresh": config.eval.score_threshold, "detections_per_img": config.eval.detections}
+        detector = detection.RetinaNet(pyramid, categories, anchor_generator=anchors, **limits, **common)
     else:
         detector = _mask_rcnn(detection, pyramid, categories, anchors, config, common)
     return Detector(detector, model.batchnorm == "frozen"), notes
@@ -226,17 +198,9 @@ def build_features(config: DetectionConfig, fresh: bool) -> tuple[VisionModel, l
     features = create_model(its.name, image_size=its.image_size, drop_path=its.drop_path, switches=its.switches, features=True)
     if not its.init_from or not fresh:
         return features, []
-    try:
-        initial = read_initial_weights(Path(its.init_from))
-    except UserError as error:  # the key has this name in the config of the classifiers
-        raise UserError(str(error).replace("train.init_from", "model.init_from")) from None
+    initial = read_initial_weights(Path(its.init_from), key="model.init_from")
     said = load_pretrained(features, initial.weights, f"model.init_from {its.init_from}")
     return features, [f"model.init_from: {sentence}" for sentence in (f"{initial.what} of {its.init_from}", *said)]
-
-
-def _sampling_parts(detector: Any) -> list[Any]:
-    """The region proposal network and the heads, where there are any: both train on a sample of what they are given."""
-    return [getattr(detector, name) for name in ("rpn", "roi_heads") if hasattr(detector, name)]
 
 
 def _sample_per_image(part: Any) -> Any:

@@ -41,7 +41,7 @@ class RunLog:
 
     Args:
         start_step: the step that this start resumes from; later rows, of a start that was killed, are removed.
-        flops_per_image: of a training step, for the model FLOPs utilization (MFU).
+        flops_per_image: of a training step, for the model FLOPs utilization (MFU); None: not known, so there is none.
         bad_samples: sample -> message, those of earlier starts. As an attribute: all so far, the same on every rank.
         store: where the data comes from.
 
@@ -55,7 +55,7 @@ class RunLog:
         world: World,
         start_step: int,
         schedule: Schedule,
-        flops_per_image: float,
+        flops_per_image: float | None,
         bad_samples: dict[int, str] | None = None,
         store: StoreReport | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class RunLog:
         )
         self.restart_clock()
         do_in_main(lambda: self._open_files(Path(config.output_dir), start_step), world)
-        if world.device.type != "cpu":
+        if world.device.type != "cpu" and flops_per_image is not None:
             self._peak, source = peak_flops(world.device, config.train.precision)
             self.say(f"peak of one device: {self._peak / 1e12:.3g} TFLOP/s {config.train.precision} ({source})")
 
@@ -152,10 +152,10 @@ class RunLog:
             self._show(rows[-1])
 
     def _speed(self, steps: int, seconds: float) -> dict[str, float | None]:
-        """Throughput, utilization (None on CPUs) and memory of some steps."""
+        """Throughput, utilization (None on CPUs, or without the FLOPs) and memory of some steps."""
         rate = steps * self._config.train.global_batch_size / seconds
         memory, peak_memory = memory_gib(self._world.device)
-        mfu = rate * self._flops_per_image / (self._peak * self._world.size) if self._peak else None
+        mfu = rate * (self._flops_per_image or 0.0) / (self._peak * self._world.size) if self._peak else None
         return {"images_per_second": rate, "mfu": mfu, "memory_gib": memory, "peak_memory_gib": peak_memory}
 
     def evaluation(self, step: int, results: dict[str, dict[str, Any]]) -> None:
@@ -177,6 +177,14 @@ class RunLog:
             self._events.scalars(tensorboard.of_evaluation(results), step)
         self._write_files()
         self.restart_clock()  # evaluation time is not training time
+
+    def scores(self, step: int, scores: dict[str, float]) -> None:
+        """Write the scores of another kind of evaluation, by name. Collective, with the errors of :meth:`evaluation`."""
+        where = self._where(step)
+        self._add_row({**where, **scores}, "eval")
+        self.say(f"step {step} epoch {where['epoch']:.2f}: {' '.join(f'{name} {score:.2f}' for name, score in scores.items())}")
+        self._write_files()
+        self.restart_clock()
 
     def analysis(self, step: int, measures: dict[str, Any], curves: dict[str, float]) -> None:
         """Add a row ``analysis`` with measures of the weights, and its curves for TensorBoard, to the next flush."""

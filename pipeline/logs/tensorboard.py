@@ -111,7 +111,7 @@ def of_steps(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {
         f"{GLANCE}/2_loss": math.fsum(row["loss"] for row in rows) / len(rows),
         f"{GLANCE}/3_images_per_second": last["images_per_second"],
-        f"{GLANCE}/4_skipped_or_bad": last["bad_samples"] + last["skipped_steps"],
+        f"{GLANCE}/4_skipped_or_bad": last["bad_samples"] + last.get("skipped_steps", 0),
         f"{GLANCE}/5_grad_norm": last["grad_norm"],
         f"{GLANCE}/6_data_wait": last["data_wait"],
     }

@@ -82,8 +82,12 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
     }
 
 
-def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
-    """Wrap the model for training, sharded over the ranks as :func:`zero_stage` says. Collective."""
+def build_engine(model: Model, config: Config, world: World, optimizer: torch.optim.Optimizer | None = None) -> Engine[Model]:
+    """Wrap the model for training, sharded over the ranks as :func:`zero_stage` says. Collective.
+
+    Args:
+        optimizer: instead of the config's; each of its groups has the ``names`` of its parameters.
+    """
     with quiet_deepspeed():
         import deepspeed
 
@@ -92,12 +96,14 @@ def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
         model.to(world.device)
         with _groups_with_timeout(config.distributed.collective_timeout):
             engine: Engine[Model] = deepspeed.initialize(
-                model=model, optimizer=build_optimizer(model, config.optim), config=deepspeed_config(config, world.size)
+                model=model,
+                optimizer=optimizer or build_optimizer(model, config.optim),
+                config=deepspeed_config(config, world.size),
             )[0]
     engine.clip_grad_norm = config.optim.clip_grad_norm or math.inf
-    optimizer = inner_optimizer(engine)
-    if isinstance(optimizer, SliceOptimizer):
-        optimizer.place(engine, world)
+    inner = inner_optimizer(engine)
+    if isinstance(inner, SliceOptimizer):
+        inner.place(engine, world)
     if world.size == 1:
         engine.enable_backward_allreduce = False  # it would copy all gradients twice and send them nowhere
     if engine.zero_optimization_stage() in (1, 2) and world.device.type == "cuda":

@@ -39,21 +39,18 @@ class Restart:
     step: int | None  # of the checkpoint that the restart resumes from; None: from scratch
 
 
-def allow_restart(
-    run_dir: Path, job: str, number: int, exit_code: int, newest: Callable[[Path], int | None] = latest_step
-) -> Restart:
+def allow_restart(run_dir: Path, job: str, number: int, exit_code: int) -> Restart:
     """Record the next restart of a job.
 
     Args:
         run_dir: the run folder; created if the training did not get that far.
         job: restarts of other jobs do not count: whoever submits again may have fixed the cause.
-        newest: the step of a run folder's newest checkpoint; None: there is none.
 
     Raises:
         UserError: no progress over the last :data:`LIMIT` restarts, or a file that cannot be read.
         OSError: the restart cannot be recorded, so it could not be counted.
     """
-    path, step = run_dir / RESTARTS, newest(run_dir)
+    path, step = run_dir / RESTARTS, latest_step(run_dir)
     restarts = read_restarts(path)
     last = [restart for restart in restarts if restart.job == job][-LIMIT:]
     if len(last) == LIMIT and all(restart.step == step for restart in last):
@@ -92,18 +89,11 @@ def _place(step: int | None) -> str:
 
 
 def main() -> int:
-    return answer("pipeline.training.restart", __doc__, lambda path, words: load_config(path, words).output_dir, latest_step)
+    return answer("pipeline.training.restart", __doc__, lambda path, words: load_config(path, words).output_dir)
 
 
-def answer(
-    program: str, description: str | None, run_folder: Callable[[Path, list[str]], str], newest: Callable[[Path], int | None]
-) -> int:
-    """The command, for one kind of training; returns the exit code.
-
-    Args:
-        run_folder: of a training with this config file and these overrides.
-        newest: see :func:`allow_restart`.
-    """
+def answer(program: str, description: str | None, run_folder: Callable[[Path, list[str]], str]) -> int:
+    """The command, for one kind of training; returns the exit code. ``run_folder``: of a config file and overrides."""
     parser = command_parser(program, description)
     parser.add_argument("--exit-code", required=True, type=int, help="the training's exit code")
     parser.add_argument("--config", required=True, type=Path, help="the training's config")
@@ -113,7 +103,7 @@ def answer(
     ended = f"{exit_reason(args.exit_code)} (exit code {args.exit_code})"
     try:
         folder = Path(run_folder(args.config, args.overrides))
-        restart = allow_restart(folder, job, _earlier_restarts() + 1, args.exit_code, newest)
+        restart = allow_restart(folder, job, _earlier_restarts() + 1, args.exit_code)
     except Exception as error:  # whatever it is, the job script needs an answer, and its log a reason
         print(f"no restart of job {job}: {ended}, and {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1

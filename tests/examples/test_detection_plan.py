@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from examples.detection.checkpoints import (
-    check_same_run,
-    load_checkpoint,
-    newest_checkpoint,
-    save_checkpoint,
-)
 from examples.detection.config import DetectionConfig
-from examples.detection.loader import mirrored
-from examples.detection.plan import Schedule, learning_rate, request
+from examples.detection.data import mirrored, request
+from examples.detection.loop import check_same_run, learning_rate
+from pipeline.checkpoint.manifest import RunState
 from pipeline.config import load_config_as
 from pipeline.errors import UserError
 from pipeline.models import create_model, entry
+from pipeline.stream.schedule import Schedule
 from support.launching import REPOSITORY
 
 CONFIGS = sorted((REPOSITORY / "examples" / "detection" / "configs").glob("*_posmlp_?.yaml"))
@@ -99,17 +95,10 @@ def test_what_is_drawn_depends_on_the_place_alone() -> None:
 def test_the_schedule_of_the_learning_rate() -> None:
     """Guards against decays at another step than that of the epoch's end, and a warm-up that jumps."""
     its = DetectionConfig()
-    schedule = Schedule(117_266, 12, 16, None)  # COCO's images with boxes
+    schedule = Schedule(images=117_266, global_batch_size=16, epochs=12, max_steps=None)  # COCO's images with boxes
     assert schedule.last_step == 87_950
     rates = [learning_rate(step, schedule, its) for step in (0, 250, 499, 500, 58_632, 58_633, 80_620, 80_621)]
     assert rates == pytest.approx([1e-7, 5.005e-5, 9.98002e-5, 1e-4, 1e-4, 1e-5, 1e-5, 1e-6])
-
-
-def test_when_it_is_evaluated() -> None:
-    schedule = Schedule(20, 2.5, 8, None)  # 50 images are 7 steps
-    assert [step for step in range(8) if schedule.evaluates(step, 1)] == [3, 5, 7]
-    assert [step for step in range(8) if schedule.evaluates(step, None)] == [7]
-    assert Schedule(20, 2.5, 8, 4).last_step == 4
 
 
 def test_a_mirrored_image_keeps_its_boxes() -> None:
@@ -123,43 +112,30 @@ def test_a_mirrored_image_keeps_its_boxes() -> None:
     assert torch.equal(its["masks"][0] * 9, flipped[0])
 
 
-def test_checkpoints(tmp_path: Path) -> None:
-    """Guards against a resumed run without its moments, one that loads half a file, and a folder that fills the disk."""
-    its = DetectionConfig.model_validate({"output_dir": str(tmp_path), "checkpoint": {"keep_last": 2}})
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for step in (1, 2, 3):
-        optimizer.zero_grad()
-        model(torch.randn(5, 3)).square().sum().backward()
-        optimizer.step()
-        save_checkpoint(its, step, "digest", model, optimizer)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        f"step-0000000{step}.{kind}" for step in (2, 3) for kind in ("json", "safetensors")
-    ]
-    begun = newest_checkpoint(tmp_path)
-    assert begun is not None and begun.step == 3
-
-    other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    its_optimizer = torch.optim.AdamW(other.parameters())
-    load_checkpoint(tmp_path, 3, other, its_optimizer)
-    for mine, theirs in ((model, other), (optimizer, its_optimizer)):
-        texts = [json.dumps(each.state_dict(), default=torch.Tensor.tolist, sort_keys=True) for each in (mine, theirs)]
-        assert texts[0] == texts[1]
-
-    check_same_run(its.model_copy(update={"log": its.log.model_copy(update={"every_steps": 7})}), "digest", begun)
+def test_a_run_goes_on_with_its_keys_and_its_data() -> None:
+    """Guards against a resumed run whose second half has another learning rate, or other images."""
+    its = config()
+    state = RunState(
+        step=3,
+        samples=24,
+        skipped_steps=0,
+        config={**its.for_package(2).model_dump(mode="json"), "detection": its.model_dump(mode="json")},
+        config_hash="0" * 64,
+        classes=["cat", "dog"],
+        data={"samples": 20, "fingerprint": "digest"},
+        world_size=1,
+        zero_stage=0,
+        last_step=30,
+    )
+    check_same_run(its.model_copy(update={"log": its.log.model_copy(update={"every_steps": 7})}), "digest", state)
     with pytest.raises(UserError, match="was started with other annotations"):
-        check_same_run(its, "another", begun)
+        check_same_run(its, "another", state)
     changed = its.model_copy(update={"optim": its.optim.model_copy(update={"lr": 1.0})})
-    with pytest.raises(
-        UserError, match="was started with optim.lr=0.0001, got 1.0: set it back, or choose another output_dir."
-    ):
-        check_same_run(changed, "digest", begun)
-
-    newest = tmp_path / "checkpoints" / "step-00000003.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
-    older = newest_checkpoint(tmp_path)
-    assert older is not None and older.step == 2
-    assert (tmp_path / "checkpoints" / "step-00000003.damaged").exists()
+    said = "was started with optim.lr=0.0001, got 1.0: set it back, or choose another output_dir."
+    with pytest.raises(UserError, match=said):
+        check_same_run(changed, "digest", state)
+    with pytest.raises(UserError, match="has the checkpoints of a classifier: choose another output_dir."):
+        check_same_run(its, "digest", replace(state, config=its.for_package(2).model_dump(mode="json")))
 
 
 @pytest.fixture

@@ -9,12 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from torch import nn
 
-from examples.detection.checkpoints import save_checkpoint
-from examples.detection.config import DetectionConfig
 from pipeline.training.restart import read_restarts
 from support.detection import needs_torchvision
 from support.detection_set import overrides, write_digit_set
@@ -45,11 +41,9 @@ def test_the_script_says_what_it_takes() -> None:
 
 def test_the_question_of_a_restart_reads_the_runs_checkpoints(tmp_path: Path) -> None:
     """Guards against a job that is never requeued because its config is not a classifier's, or always because no step is seen."""
-    config = DetectionConfig(output_dir=str(tmp_path / "run"))
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({"output_dir": config.output_dir}))
-    model = nn.Linear(1, 1)
-    save_checkpoint(config, 7, "", model, torch.optim.AdamW(model.parameters()))
+    path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "run"), "model": {"detector": "mask_rcnn"}}))
+    (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)
     for restart in range(4):
         asked = run_module(
             "examples.detection.restart",

@@ -15,6 +15,8 @@ import pytest
 import torch
 import yaml
 
+from pipeline.checkpoint.folder import latest_step, step_folder
+from pipeline.checkpoint.manifest import CheckpointManifest
 from support.detection import needs_torchvision
 from support.detection_set import overrides, write_digit_set
 from support.launching import PATIENCE, REPOSITORY, clean_environment, run_module
@@ -36,7 +38,7 @@ def write_config(folder: Path, **sections: dict) -> Path:
         "output_dir": str(folder / "run"),
         "model": {"name": "posmlp_narrow", "image_size": 64, "pyramid_width": 16, "drop_path": 0.1},
         "data": {"short_side": 64, "long_side": 80, "num_threads": 1},
-        "train": {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 4},
+        "train": {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 6},
         "optim": {"lr": 1e-3, "warmup_steps": 2},
         "eval": {"every_epochs": None},
         "checkpoint": {"every_steps": 2},
@@ -56,7 +58,16 @@ def train(config: Path, data: Path, *more: str, processes: int = 1, check: bool 
 
 def rows(run: Path) -> list[dict]:
     """The rows of metrics.jsonl, without what a clock says."""
-    timed = ("time", "images_per_second", "data_wait", "memory_gib")
+    timed = (
+        "time",
+        "images_per_second",
+        "data_wait",
+        "data_wait_rank",
+        "data_wait_host",
+        "memory_gib",
+        "peak_memory_gib",
+        "mfu",
+    )
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in timed} for line in lines]
 
@@ -71,23 +82,21 @@ def test_a_killed_run_goes_on_exactly(few: Path, tmp_path: Path, detector: str) 
     command = [sys.executable, "-m", PROGRAM, "--config", str(config), *overrides(few), f"output_dir={killed}"]
     process = subprocess.Popen(command, cwd=REPOSITORY, env=clean_environment(**PATHS), stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + PATIENCE
-    while not (killed / "metrics.jsonl").exists() or '"step": 3' not in (killed / "metrics.jsonl").read_text():
+    while not (killed / "checkpoints" / "step-00000002").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert (killed / "checkpoints" / "step-00000002.json").exists()
+    resumed_from = latest_step(killed)
     said = train(config, few, f"output_dir={killed}").stdout
-    assert "steps 2 to 4" in said
+    assert f"steps {resumed_from} to 6" in said
     assert rows(killed) == rows(tmp_path / "whole")
-    checksums = [
-        json.loads((run / "checkpoints" / "step-00000004.json").read_text())["checksum"] for run in (killed, tmp_path / "whole")
-    ]
-    assert checksums[0] == checksums[1]
+    manifests = [CheckpointManifest.read(step_folder(run, 6)) for run in (killed, tmp_path / "whole")]
+    assert manifests[0].files == manifests[1].files  # their checksums
     evaluation = rows(killed)[-1]
     assert {"AP", "AP50"} <= evaluation.keys() and ("mask_AP50" in evaluation) == (detector == "mask_rcnn")
     if detector == "retinanet":
-        assert "is complete at step 4: nothing to train" in train(config, few, f"output_dir={killed}").stdout
+        assert "is complete at step 6: nothing to train" in train(config, few, f"output_dir={killed}").stdout
 
 
 def test_two_processes_train_as_one(few: Path, tmp_path: Path) -> None:
@@ -115,7 +124,7 @@ def test_a_signal_saves_and_the_command_goes_on(few: Path, tmp_path: Path) -> No
     said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 75 and "stopped by a signal at step" in said
     stopped = rows(tmp_path / "run")[-1]["step"]
-    assert (tmp_path / "run" / "checkpoints" / f"step-{stopped:08d}.json").exists()
+    assert latest_step(tmp_path / "run") == stopped
     said = train(config, few, f"train.max_steps={stopped + 1}").stdout
     assert f"steps {stopped} to {stopped + 1}" in said
 
@@ -164,10 +173,10 @@ def test_average_precision_of_known_detections(few: Path) -> None:
                 height, width = each["segmentation"]["size"]
                 encoded = mask.frPyObjects(each["segmentation"], height, width)
                 copy["segmentation"] = {"size": encoded["size"], "counts": encoded["counts"].decode()}
-        assert score(truth, copies, kind)["AP"] == pytest.approx(100)
+        assert score(few / "val.json", copies, kind)["AP"] == pytest.approx(100)
     elsewhere = [{**each, "bbox": [each["bbox"][0] + 1000.0, *each["bbox"][1:]]} for each in copies]
-    assert score(truth, elsewhere, "bbox")["AP"] == 0
-    assert score(truth, [], "bbox")["AP50"] == 0
+    assert score(few / "val.json", elsewhere, "bbox")["AP"] == 0
+    assert score(few / "val.json", [], "bbox")["AP50"] == 0
 
 
 @pytest.mark.detection
