@@ -116,8 +116,8 @@ def read_subject(source: Path, step: int | str | None, weights: Kind | None, nam
 def training_of(source: Path, step: int | str | None, trained: Trained) -> Training:
     """What a run's folder, or an exported file, tells of the training of these weights."""
     from pipeline.exporting.card import without_folders
+    from pipeline.models.timm.names import WEIGHTS, is_timm_folder
     from pipeline.models.weights.exported import SUFFIX, TRAINING, read_metadata
-    from pipeline.models.weights.timm_folder import WEIGHTS, is_timm_folder
     from pipeline.runs.folder import read_run
 
     file = source / WEIGHTS if is_timm_folder(source) else source

@@ -23,6 +23,7 @@ from pipeline.checkpoint.manifest import CheckpointManifest, RunState, find_dama
 from pipeline.errors import UserError
 from pipeline.files import sync_folder
 from pipeline.models.registry import list_models
+from pipeline.models.timm.names import is_timm_folder
 
 FOLDER = "checkpoints"
 SAVING, _REMOVING, _REPLACED = ".saving-", ".removing-", ".replaced-"  # prefixes of folders in transition
@@ -116,8 +117,8 @@ def check_source(source: Path, step: int | str | None = None, key: str = "") -> 
         UserError: there is nothing, or a folder that is none of these.
     """
     run_dir, _ = locate(source)
-    if source.is_file() or any((source / name).is_file() for name in ("config.json", "model.safetensors")):
-        return  # whether timm's folder is whole is said when it is read
+    if source.is_file() or is_timm_folder(source):
+        return
     if not run_dir.exists():
         if str(source) in list_models():
             raise UserError(

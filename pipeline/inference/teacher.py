@@ -19,7 +19,7 @@ from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import UserError, first_line
 from pipeline.inference.trained import read_trained
-from pipeline.models.timm_network import import_library
+from pipeline.models.timm.network import import_library, tagged_network
 from pipeline.models.weights.reference_names import load_fitting
 from pipeline.models.weights.transfer import check_finite, first_difference
 from pipeline.step.precision import autocast
@@ -140,13 +140,7 @@ def library_network(config: Config) -> tuple[nn.Module, Sequence[float], Sequenc
     _check_name(library, name, module)
     if library == "torchvision":
         return module.models.get_model(name, weights=None, num_classes=classes), TORCHVISION_MEAN, TORCHVISION_STD
-    try:
-        network = module.create_model(name, pretrained=False, num_classes=classes)
-    except RuntimeError as error:  # a tag of weights that there are not
-        raise UserError(
-            f"train.teacher must be a model that timm makes, got timm:{name} ({error})", "leave out the tag, or correct it"
-        ) from None
-    return network, network.pretrained_cfg["mean"], network.pretrained_cfg["std"]
+    return tagged_network(name, classes, "train.teacher")
 
 
 def _check_name(library: str, name: str, module: ModuleType) -> None:

@@ -54,7 +54,7 @@ def details(name: str) -> str:
         f"{parameter_count(entry):,} parameters at {entry.image_size} pixels and {entry.num_classes} classes{top1}",
     ]
     if is_timm(name):
-        from pipeline.models.timm_network import arguments_of  # imported late: timm is an extra
+        from pipeline.models.timm.network import arguments_of  # imported late: timm is an extra
 
         lines += ["", "Switches, set with model.switches.NAME=VALUE, are arguments of timm.create_model:"]
         for switch, value in arguments_of(name).items():  # some defaults are classes or functions of timm's, or missing

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
-from pipeline.models.entry import ModelEntry, check_timm_name, is_timm, registered
+from pipeline.models.entry import ModelEntry, is_timm, registered
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -35,7 +35,7 @@ def list_models() -> list[str]:
 def check_name(name: str) -> None:
     """Raise a UserError unless there is a model of that name, one of ours or ``timm:NAME``; imports none."""
     if is_timm(name):
-        check_timm_name(name)
+        _timm("names").check_timm_name(name)
         return
     known = list_models()
     if name not in known:
@@ -48,12 +48,16 @@ def model_entry(name: str) -> ModelEntry:
     """The registry entry of a model; UserError for an unknown name."""
     check_name(name)
     if is_timm(name):
-        from pipeline.models.timm_classifier import timm_entry  # imported late: timm is an extra
-
-        return timm_entry(name)
+        entry: ModelEntry = _timm("classifier").timm_entry(name)
+        return entry
     if name not in registered:
         importlib.import_module(f"pipeline.models.{_MODULE_OF[name]}")
     return registered[name]
+
+
+def _timm(module: str) -> ModuleType:
+    """A module of the family of timm's models, which is imported like the others when one of them is asked for."""
+    return importlib.import_module(f"pipeline.models.timm.{module}")
 
 
 def model_of(config: Config) -> VisionModel:

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipeline.errors import UserError, first_line
 from pipeline.models.common.base import Switches, VisionModel
 from pipeline.models.entry import TIMM_PREFIX, ModelEntry
-from pipeline.models.timm_network import Trial, build_network, import_timm, try_out
+from pipeline.models.timm.network import Trial, build_network, import_timm, try_out
 
 _NET = "net."  # before timm's names of parameters
 _FILTERS = ("checkpoint_filter_fn", "checkpoint_filter_fn_classifier", "_filter_fn")  # what timm's modules call them

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -65,6 +65,20 @@ def import_library(library: str, user: str) -> ModuleType:
 
 def import_timm() -> ModuleType:
     return import_library("timm", "model.name timm:NAME")
+
+
+def tagged_network(name: str, num_classes: int, key: str) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
+    """A network of timm, whose name may have the tag of its weights, with random weights; and the mean and deviation that it expects.
+
+    Raises:
+        UserError: timm knows no such tag; ``key`` is that of the config which names the network.
+    """
+    try:
+        network = import_timm().create_model(name, pretrained=False, num_classes=num_classes)
+    except RuntimeError as error:
+        problem = f"{key} must be a model that timm makes, got timm:{name} ({error})"
+        raise UserError(problem, "leave out the tag, or correct it") from None
+    return network, network.pretrained_cfg["mean"], network.pretrained_cfg["std"]
 
 
 def build_network(name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> nn.Module:

@@ -15,9 +15,9 @@ from torch import Tensor
 from pipeline.errors import UserError, install_extra
 from pipeline.exporting.graph import trace
 from pipeline.models import create_model, load_pretrained, model_entry, reference_state_dict
-from pipeline.models.entry import defined_names
 from pipeline.models.flops import count
 from pipeline.models.registry import check_name
+from pipeline.models.timm.names import defined_names
 from pipeline.optim.averages import StepStatistics
 from pipeline.step.train_step import sample_noise
 from support.subjects import subject_of

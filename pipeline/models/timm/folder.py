@@ -3,7 +3,7 @@
 
 timm has ConViT, DeiT and gMLP, under the names and shapes of their authors' code, which its code comes from: reading a folder of
 these needs no timm. Other widths go into ``model_args``, timm's keyword arguments. What timm has no argument for, and the other
-families, keep this project's name: :mod:`pipeline.models.for_timm` registers it with timm.
+families, keep this project's name: :mod:`pipeline.models.timm.for_timm` registers it with timm.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pipeline.models.common.vit import PATCH, ViTLayout
 from pipeline.models.convit import ConViTSwitches
 from pipeline.models.entry import TIMM_PREFIX, is_timm
 from pipeline.models.registry import check_name, list_models, model_entry
+from pipeline.models.timm.names import CONFIG, PICKLED, WEIGHTS
 from pipeline.models.weights.exported import Description, build_described, read_pickled, read_tensors
 from pipeline.models.weights.transfer import check_finite
 
-CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
 _AGAIN = "export or download the folder again"
 
 _FORMS: dict[str, tuple[str, dict[str, int]]] = {  # our name -> timm's architecture and its layout (ConViT: width per head)
@@ -78,7 +78,7 @@ class TimmForm:
 
     architecture: str  # a name of timm's registry
     model_args: dict[str, Any]  # of timm.create_model
-    # The name is this project's, known to timm after `import pipeline.models.for_timm`; the weights then have our names. Else
+    # The name is this project's, known to timm after `import pipeline.models.timm.for_timm`; the weights then have our names. Else
     # they have timm's, which are the authors'.
     registered: bool
     first_conv: str | None = None  # of timm's config, like the next
@@ -188,11 +188,6 @@ class FolderConfig(BaseModel):
         if isinstance(names, dict):
             return [names[index] for index in range(len(names))] if names.keys() == set(range(len(names))) else None
         return names
-
-
-def is_timm_folder(path: Path) -> bool:
-    """Whether a folder is meant to be of timm's layout, whole or not."""
-    return path.is_dir() and any((path / name).is_file() for name in (CONFIG, WEIGHTS, PICKLED))
 
 
 def read_folder_config(folder: Path) -> FolderConfig:
