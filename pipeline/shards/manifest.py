@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -17,7 +18,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, TypeAdapter, ValidationError, with_config
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+    with_config,
+)
 from typing_extensions import TypedDict
 from xxhash import xxh3_64_intdigest
 
@@ -85,6 +95,12 @@ class _Source(TypedDict):
     subset_rule: Literal["random", "first"]
 
 
+def _as_written(source: dict[str, Any], check: Callable[[Any], Any]) -> dict[str, Any]:
+    """The keys in their own order, so that a manifest which is read and written again has the same bytes."""
+    check(source)
+    return source
+
+
 @dataclass(frozen=True)
 class SplitInfo:
     """Manifest entry of one split (train or val)."""
@@ -95,7 +111,7 @@ class SplitInfo:
     bytes: _Count
     seed: Annotated[int, Field(ge=0)]
     samples_per_shard: _Positive
-    source: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(_Source))]
+    source: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(_Source)), WrapValidator(_as_written)]
     samples_per_class: list[_Count]
     samples_file: _FileName
     samples_sha256: _Digest

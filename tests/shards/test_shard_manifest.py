@@ -114,6 +114,13 @@ def test_an_impossible_row_of_the_sample_table_is_named(edit: Callable, expected
     assert [finding.check for finding in findings][:1] == ["sample table"] and (rows is None or len(rows) == 359)
 
 
+def test_read_and_written_again_it_has_the_same_bytes(copied: Path) -> None:
+    """Guards against a manifest whose bytes depend on which of two jobs wrote its split last."""
+    before = (copied / MANIFEST).read_bytes()
+    ShardManifest.read(copied).write(copied)
+    assert (copied / MANIFEST).read_bytes() == before
+
+
 def test_a_pipe_in_place_of_a_file_is_named(copied: Path) -> None:
     """Guards against a command that waits for ever for whoever might write into it."""
     whole = json.loads((copied / MANIFEST).read_text())
