@@ -53,6 +53,8 @@ def test_sets_are_spread_over_an_epoch_and_shuffled_apart() -> None:
     assert (np.abs(quarters - 1250) < 150).all() and (first == second).sum() < 20
     orders = [order[order < 5000] for order in (first, second)], first[first >= 5000] - 5000
     assert (orders[0][0] == orders[1]).sum() < 20 and (orders[0][0] == orders[0][1]).sum() < 20
+    half = epoch(Mixture((5000, 5000), (0.5, 0.5)), 0, None)
+    assert abs(len(np.intersect1d(half[half < 5000], half[half >= 5000] - 5000)) - 1250) < 150  # sets in one order: 2500
 
 
 def test_block_order_reads_few_blocks_of_each_set_at_a_time() -> None:
