@@ -15,6 +15,7 @@ from support.runs import write_small_config
 from support.slurm_cluster import Cluster, free_ports, running_cluster
 
 IMAGENET_VARIABLE = "PERVIT_IMAGENET_SAMPLES"
+pytest_plugins = ["support.skips"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,8 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A job in the background of a script has Ctrl-C ignored, one under nohup hang-ups, and both hand that down: also to the
-    processes whose Ctrl-C and hang-up are tested."""
+    """Make the tests independent of where they are started. A job in the background of a script has Ctrl-C ignored, one under nohup
+    hang-ups, and both hand that down: also to the processes whose Ctrl-C and hang-up are tested."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ["PERVIT_QUIET"] = "1"
@@ -31,6 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "PYTEST_XDIST_WORKER" in os.environ
     ):  # beside another test, threads of small operations wait for each other: 40 % of the time
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["COLUMNS"] = "80"  # of what commands print, whatever terminal the tests are started in
+    if "PYTHONWARNINGS" in os.environ:  # the processes that tests start pass over what pyproject.toml does
+        os.environ["PYTHONWARNINGS"] += ",ignore::DeprecationWarning"
     if config.getoption("--quick"):
         from support import quick  # imports PyTorch
 

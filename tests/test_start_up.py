@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -67,9 +68,10 @@ def test_a_mistake_in_the_config_and_the_first_line_come_before_the_heavy_import
 def test_output_that_nobody_reads_is_no_error() -> None:
     """Guards against `python -m pipeline.config | head`, which once ended with a sentence about permissions and free space."""
     command = [sys.executable, "-m", "pipeline.config"]
-    reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)
-    reader.wait()
-    result = subprocess.run(command, cwd=REPOSITORY, env=clean_environment(), stdout=reader.stdin, stderr=subprocess.PIPE)
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(command, cwd=REPOSITORY, env=clean_environment(), stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
     assert (result.returncode, result.stderr) == (1, b"")
 
 

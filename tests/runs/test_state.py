@@ -90,22 +90,24 @@ def test_who_holds_the_lock(tmp_path: Path) -> None:
     assert str(state(write(run, 15, START, host=here))) == "killed at step 15 of 20, saved at step 10"
     assert state(write(run, 15, START, host="node7")).name == "running"
     assert state(write(run, 15, START, host="node7"), NOW + 200).name == "killed"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run / ".lock")], stdout=subprocess.PIPE, text=True, env=clean_environment()
-    )
-    try:
-        assert holder.stdout and holder.stdout.readline() == "True\n"
-        found = state(run)
-        assert found.name == "running" and found.alive and found.seconds_left == 5
-        assert state(run, NOW + 200).name == "hung"
-        slow = {"event": "evaluation", "step": 15, "time": NOW - 20, "seconds": 100}
-        assert state(write(run, 15, START, slow, host=here), NOW + 200).name == "running", "evaluations take longer than rows"
-        starting = {**START, "time": NOW}
-        assert state(write(run, 15, START, starting, host=here), NOW + 900).name == "running", "a start may compile for long"
-        assert str(state(write(run, 0, START, host=here))) == "killed at step 10 of 20" or state(run).alive
-    finally:
-        holder.kill()
-        holder.wait()
+    command = [sys.executable, "-c", HOLD, str(run / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment()) as holder:
+        try:
+            assert holder.stdout and holder.stdout.readline() == "True\n"
+            found = state(run)
+            assert found.name == "running" and found.alive and found.seconds_left == 5
+            assert state(run, NOW + 200).name == "hung"
+            slow = {"event": "evaluation", "step": 15, "time": NOW - 20, "seconds": 100}
+            assert state(write(run, 15, START, slow, host=here), NOW + 200).name == "running", (
+                "evaluations take longer than rows"
+            )
+            starting = {**START, "time": NOW}
+            assert state(write(run, 15, START, starting, host=here), NOW + 900).name == "running", (
+                "a start may compile for long"
+            )
+            assert str(state(write(run, 0, START, host=here))) == "killed at step 10 of 20" or state(run).alive
+        finally:
+            holder.kill()
 
 
 @pytest.mark.parametrize(
