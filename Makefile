@@ -79,7 +79,7 @@ quick-tests: install
 	$(PYTEST_IN_TWO) tests --quick
 
 test: install   ## all tests but those of benchmarks/
-	$(PYTEST_IN_TWO) --no-loadscope-reorder tests --ignore=tests/benchmarks
+	$(PYTEST_IN_TWO) --no-loadscope-reorder tests --ignore=tests/benchmarks $(TEST_OPTIONS)
 
 test-benchmarks: install   ## the tests of benchmarks/, which run them in miniature
 	$(PYTEST_IN_TWO) tests/benchmarks

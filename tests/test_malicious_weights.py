@@ -159,6 +159,8 @@ def test_the_commands_end_with_one_sentence(command: str, tmp_path: Path, digits
     _zip(path, bait(marker, "command"))
     Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
     there = tmp_path / "cat.png" if "predict" in command else digits_shards
-    done = subprocess.run([sys.executable, "-m", *command.format(path, there).split()], cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *command.format(path, there).split()], cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert done.returncode == 2 and not marker.exists()
     assert done.stderr.count("\n") == 1 and "system, which could run code" in done.stderr
