@@ -73,16 +73,16 @@ lint: install   ## ruff, mypy and the rules of import, as in pyproject.toml
 check: install   ## lint, and the tests that start no process and build no full-size model: an answer in a minute
 	@$(MAKE) --no-print-directory -j2 lint quick-tests
 
-# Two at a time, the tests of a file in one process: they share fixtures. `pytest tests` runs one after the other.
-PYTEST_IN_TWO := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two at a time; of slow tests those of a file in one process: they share fixtures. `pytest tests` runs one after the other.
+PYTEST_IN_TWO := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2
 quick-tests: install
-	$(PYTEST_IN_TWO) tests --quick
+	$(PYTEST_IN_TWO) --dist worksteal --override-ini addopts=--strict-markers -q tests --quick
 
 test: install   ## all tests but those of benchmarks/
-	$(PYTEST_IN_TWO) --no-loadscope-reorder tests --ignore=tests/benchmarks $(TEST_OPTIONS)
+	$(PYTEST_IN_TWO) --dist loadfile --no-loadscope-reorder tests --ignore=tests/benchmarks $(TEST_OPTIONS)
 
 test-benchmarks: install   ## the tests of benchmarks/, which run them in miniature
-	$(PYTEST_IN_TWO) tests/benchmarks
+	$(PYTEST_IN_TWO) --dist loadfile tests/benchmarks
 
 # Look at it with: python -m http.server --directory build/site --bind 127.0.0.1
 docs: install   ## the documentation as a site, build/site/index.html

@@ -1,7 +1,6 @@
-"""``pytest --quick``: the tests that start no process, build no full-size model and compile none, by what they do.
+"""``pytest --quick``: the tests that start no process, build no full-size model, compile none and run no DALI, by what they do.
 
-A test runs until it starts a process, has models of more than :data:`PARAMETERS` or traces one; then it is skipped. No marker says
-which tests these are, so there is none to forget.
+A test runs until it does one of these; then it is skipped. No marker says which tests these are, so there is none to forget.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from nvidia.dali.pipeline import Pipeline
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-PARAMETERS = 2_000_000  # in all models that a test builds; the smallest published one of 224 pixels has more than twice as many
+PARAMETERS = 1_000_000  # in all models that a test builds; the smallest published one of 224 pixels has five times as many
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec")  # of sys.audit
 
 
@@ -29,6 +29,7 @@ class Quick:
         process.start = self._before(process.start, "starts a process")
         torch.compile = self._before(torch.compile, "compiles a model")
         torch.export.export = self._before(torch.export.export, "traces a model")
+        Pipeline.build = self._before(Pipeline.build, "runs DALI")
         register_module_parameter_registration_hook(self._count)
 
     @pytest.hookimpl(wrapper=True)
