@@ -145,7 +145,8 @@ def _check_module(module: str, arguments: list[str], processes: int = 1) -> None
         raise ValueError(f"{module} is not a command of the package")
     options = _parse(f"{home(module)}:command", arguments)
     if module == "examples.detection.train":
-        accumulation_steps(load_config_as(DetectionConfig, options.config, options.overrides).batches, processes)
+        detection = load_config_as(DetectionConfig, options.config, options.overrides)
+        accumulation_steps(detection.for_package(categories=80).train, processes)
     if module == "pipeline.plan":
         from pipeline.plan import subject_of
 
