@@ -21,6 +21,4 @@
 
 SPLITS = ("train", "val")
 STAGED = ".staged"  # folder of an output with the images of a source that cannot be read in any order
-MAX_REJECTED = (
-    0.001  # default of --max-rejected, a fraction of the images, at least one; more suggests a damaged copy of the data set
-)
+MAX_REJECTED = 0.001  # default of --max-rejected, a fraction of the images, at least one: more suggests a damaged copy

@@ -117,10 +117,13 @@ class ZipFolder(ListedSource):
             )
         depth = 2 if folders else 1  # folders above an image: SPLIT/CLASS or CLASS
         tops = set(folders.values())
-        labelled = [member for member in images if len(member[0]) > depth and (not folders or member[0][0] in tops)]
-        ignored += [
-            "/".join(member[0]) for member in images if not (len(member[0]) > depth and (not folders or member[0][0] in tops))
-        ]
+        labelled: list[_Member] = []
+        for member in images:
+            parts = member[0]
+            if len(parts) > depth and (not folders or parts[0] in tops):
+                labelled.append(member)
+            else:
+                ignored.append("/".join(parts))
         class_names = sorted({parts[depth - 1] for parts, _, _ in labelled})
         # Named as in the unpacked tree, without enclosing folders, so that both give the same shards.
         entries = [

@@ -62,16 +62,16 @@ class PaperRow:
     config: str | None  # as ``--config`` takes it, None for another model's row
     figures: dict[str, str]  # key of :data:`FIGURES` -> what the paper prints
     subset: float  # fraction of the training images
-    place: str  # file and row, for messages
+    file: Path  # that it stands in
     base: str | None = None  # the shipped config that it begins from; None unless the row itself is the config
     change: tuple[str, ...] = ()  # what it changes there: overrides, ``dotted.key=value``
     about: str = ""  # what it is, in words
     remark: str = ""  # what one has to know beside
 
     @property
-    def file(self) -> Path:
-        """The file that it stands in."""
-        return Path(self.place.partition(", row ")[0])
+    def place(self) -> str:
+        """File and row, for messages."""
+        return _place(self.file, Path(self.config).name if self.base and self.config else list(self.labels))
 
     @property
     def part(self) -> str:
@@ -182,6 +182,10 @@ def train_command(config: str, *overrides: str) -> str:
     return f"bash launch/local.sh 8 -- pipeline.train --config {' '.join([config, *overrides])}    # in the repository"
 
 
+def _place(file: Path, row: object) -> str:
+    return f"{file}, row {row}"
+
+
 def _lines(text: str) -> list[str]:
     return textwrap.wrap(text, 126, break_long_words=False, break_on_hyphens=False)
 
@@ -223,7 +227,7 @@ def read_tables(file: Path) -> dict[str, PaperTable]:
 
 def _check_row(file: Path, table: str, cells: dict[str, Any], taken: set[str]) -> None:
     name = cells.get("name")
-    place = f"{file}, row {name or cells.get('labels')}"
+    place = _place(file, name or cells.get("labels"))
     _refuse_unknown(place, cells, _ROW_KEYS)
     if name is None:
         if given := [key for key in ("base", "change") if key in cells]:
@@ -252,7 +256,7 @@ def _row(file: Path, tree: dict[str, Any], cells: dict[str, Any]) -> PaperRow:
         config=f"{ABLATIONS}{name}" if name else cells.get("config"),
         figures={key: cells[key] for key in FIGURES if key in cells},
         subset=float(cells.get("subset", tree.get("subset", 1))),
-        place=f"{file}, row {name or cells['labels']}",
+        file=file,
         base=cells.get("base"),
         change=tuple(cells.get("change", "").split()),
         about=cells.get("about", ""),

@@ -13,11 +13,11 @@ import torch
 from examples.detection.config import DetectionConfig
 from examples.detection.data import mirrored, request
 from examples.detection.loop import check_same_run, learning_rate
-from pipeline.checkpoint.manifest import RunState
 from pipeline.config import load_config_as
 from pipeline.errors import UserError
 from pipeline.models import create_model, entry
 from pipeline.stream.schedule import Schedule
+from support.checkpoints import STATE
 from support.launching import REPOSITORY
 
 CONFIGS = sorted((REPOSITORY / "examples" / "detection" / "configs").glob("*_posmlp_?.yaml"))
@@ -115,18 +115,8 @@ def test_a_mirrored_image_keeps_its_boxes() -> None:
 def test_a_run_goes_on_with_its_keys_and_its_data() -> None:
     """Guards against a resumed run whose second half has another learning rate, or other images."""
     its = config()
-    state = RunState(
-        step=3,
-        samples=24,
-        skipped_steps=0,
-        config={**its.for_package(2).model_dump(mode="json"), "detection": its.model_dump(mode="json")},
-        config_hash="0" * 64,
-        classes=["cat", "dog"],
-        data={"samples": 20, "fingerprint": "digest"},
-        world_size=1,
-        zero_stage=0,
-        last_step=30,
-    )
+    keys = {**its.for_package(2).model_dump(mode="json"), "detection": its.model_dump(mode="json")}
+    state = replace(STATE, config=keys, data={"samples": 20, "fingerprint": "digest"})
     check_same_run(its.model_copy(update={"log": its.log.model_copy(update={"every_steps": 7})}), "digest", state)
     with pytest.raises(UserError, match="was started with other annotations"):
         check_same_run(its, "another", state)
