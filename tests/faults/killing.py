@@ -11,7 +11,7 @@ from pathlib import Path
 from faults.history import Start
 from pipeline.checkpoint.folder import latest_step
 from pipeline.errors import RANK_LOST
-from support.ranks import Job, is_saving, train, wait_for_steps
+from support.ranks import Job, is_saving, steps_taken, train, wait_for_steps
 
 MOMENTS = ("start", "step", "save")
 SHARES = (0.15, 0.4, 0.45)  # of the kills
@@ -43,8 +43,9 @@ class Ordeal:
         """
         job, draw = self.start(world_size, *overrides), self.draw
         victims = [draw.randrange(world_size)] if draw.random() < 0.6 else list(range(world_size))
-        if moment == "start":
-            time.sleep(draw.uniform(0, 3))
+        if moment == "start":  # a fast start is over before the time is: its first step ends the wait too
+            moment_of_kill, before = time.monotonic() + draw.uniform(0, 3), steps_taken(self.run)
+            job.until(lambda: time.monotonic() > moment_of_kill or steps_taken(self.run) > before)
         else:
             wait_for_steps(job, self.run, draw.randint(1, most_steps), victims[0])
             if moment == "save":
