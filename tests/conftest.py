@@ -35,7 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["COLUMNS"] = "80"  # of what commands print, whatever terminal the tests are started in
     if "PYTHONWARNINGS" in os.environ:  # the processes that tests start pass over what pyproject.toml does
         os.environ["PYTHONWARNINGS"] += ",ignore::DeprecationWarning"
-    if config.getoption("--quick"):
+    shares_out = config.getoption("numprocesses", default=None) and not hasattr(config, "workerinput")  # runs no test itself
+    if config.getoption("--quick") and not shares_out:
         from support import quick  # imports PyTorch
 
         config.pluginmanager.register(quick.Quick())

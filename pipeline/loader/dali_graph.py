@@ -56,7 +56,7 @@ def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: 
         jpegs, start, shape = _inputs(source, _WINDOW)
         return _decode_window(jpegs, start, shape, device="cpu")
 
-    return _built(graph, batch_size, None, num_threads, prefetch)
+    return _built(graph, batch_size, None, num_threads, prefetch, branches=False)
 
 
 def full_graph(source: Source, batches: Batches, device_id: int | None, num_threads: int, prefetch: int) -> Pipeline:
@@ -89,9 +89,17 @@ def full_graph(source: Source, batches: Batches, device_id: int | None, num_thre
     return _built(graph, batches.batch_size, device_id, num_threads, prefetch)
 
 
-def _built(graph: Callable[[], DataNode], batch_size: int, device_id: int | None, num_threads: int, prefetch: int) -> Pipeline:
+def _built(
+    graph: Callable[[], DataNode],
+    batch_size: int,
+    device_id: int | None,
+    num_threads: int,
+    prefetch: int,
+    branches: bool = True,
+) -> Pipeline:
+    """``branches``: whether the graph has an ``if`` for each image, for which DALI translates its Python code, a fifth of a start."""
     settings = {"batch_size": batch_size, "device_id": device_id, "num_threads": num_threads, "prefetch_queue_depth": prefetch}
-    pipeline: Pipeline = pipeline_def(graph, enable_conditionals=True, **settings)()
+    pipeline: Pipeline = pipeline_def(graph, enable_conditionals=branches, **settings)()
     pipeline.build()
     return pipeline
 

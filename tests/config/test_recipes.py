@@ -9,8 +9,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 from functools import cache
 from importlib.util import find_spec
 from itertools import groupby, takewhile
@@ -24,7 +22,8 @@ from pipeline.config.__main__ import whole_config
 from pipeline.config.loading import recipe_layers, shipped_names, shipped_recipe
 from pipeline.config.tables import ABLATIONS, PaperRow, paper_tables
 from pipeline.models import create_model, model_entry
-from support.launching import REPOSITORY, clean_environment, run_script
+from support.launching import run_script
+from support.ranks import run_forked
 from support.runs import evaluation_rows, step_rows
 
 CONFIGS = shipped_recipes()
@@ -264,9 +263,7 @@ def tiny_shards(digits_images: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def train_two_steps(names: list[str], shards: Path, out: Path) -> None:
     """All configs in one process; fails unless each took two finite steps and was evaluated."""
-    command = [sys.executable, "tests/support/train_recipes.py", shards, out, *names]
-    result = subprocess.run(list(map(str, command)), cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True)
-    assert result.returncode == 0, f"{result.stdout[-1000:]}\n{result.stderr[-3000:]}"
+    run_forked("support.train_recipes", shards, out, *names)
     for name in names:
         run_dir = out / name
         steps = step_rows(run_dir)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from pipeline.models import flops
-from support.launching import run_module
+from support.ranks import run_forked
 
 
 def test_counts_of_all_sizes(tmp_path: Path) -> None:
     """Guards against counts that hide attention or charge Φp to every image."""
-    run_module("pipeline.flops", "pervit_t", "pervit_s", "pervit_m", "--json", tmp_path / "rows.json")
+    run_forked("pipeline.flops", "pervit_t", "pervit_s", "pervit_m", "--json", tmp_path / "rows.json")
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     expected = {  # parameters, modules only, with attention, Φp as the authors compute it
         "pervit_t": (7_591_000, 1.556, 1.752, 1.710),
@@ -32,13 +32,13 @@ def test_counts_of_all_sizes(tmp_path: Path) -> None:
 
 def test_a_switch_is_counted_without_the_papers_figures(tmp_path: Path) -> None:
     """Guards against another model's figures beside an ablation's count, and against a switch that is ignored."""
-    shown = run_module(
+    shown = run_forked(
         "pipeline.flops", "lsat_t_32", "--switch", "kv_heads=per_head", "--json", tmp_path / "rows.json"
     ).stdout  # the smallest model to count
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert row["switches"] == {"kv_heads": "per_head"} and row["params"] != 10_141_834
     assert "10.2" not in shown.splitlines()[1]
-    refused = run_module("pipeline.flops", "lsat_t_32", "--switch", "kv_heads", check=False)
+    refused = run_forked("pipeline.flops", "lsat_t_32", "--switch", "kv_heads", check=False)
     assert refused.returncode == 2 and "--switch 'kv_heads' is not of the form name=value" in refused.stderr
 
 

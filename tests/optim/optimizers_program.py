@@ -34,6 +34,11 @@ OPTIMIZERS = {  # name -> config
     "muon": {"name": "muon", "layer_decay": 0.6},
     "nadam": {"name": "torch.optim:NAdam", "layer_decay": 0.6},
 }
+STAGES = {  # by number of processes, those of two first, and of those the one that the others resume
+    2: (1, 0, 2, 3),
+    1: (0,),
+    3: (2, 3),  # slices of unequal length; stage 1 has those of stage 2, stage 0 has none
+}
 BATCH, HALF = 6, 3
 LR = 0.02
 
@@ -77,7 +82,7 @@ def _begun(folder: Path, name: str, world: World) -> Path:
 def main() -> int:
     world, folder = init_world(timeout=50), Path(sys.argv[1])
     for name in OPTIMIZERS:
-        for stage in (1, 0, 2, 3) if world.size > 1 else (0,):  # first the one that the others resume
+        for stage in STAGES[world.size]:
             config = small_config(name, stage, world.size)
             engine = build_engine(small_model(), config, world)
             run = folder / f"{name}-{world.size}-{stage}"

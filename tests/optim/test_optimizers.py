@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optim.optimizers_program import HALF, LR, OPTIMIZERS, small_model
+from optim.optimizers_program import HALF, LR, OPTIMIZERS, STAGES, small_model
 from pipeline.checkpoint.folder import step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.parts import WEIGHT, SliceReader, optimizer_quantity, read_headers
@@ -28,7 +28,7 @@ from support.ranks import run_forked
 
 STEPS = 20
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-ALL = [(1, 0), *((processes, stage) for processes in (2, 3) for stage in range(4))]
+ALL = [(processes, stage) for processes, stages in STAGES.items() for stage in stages]
 # Largest relative distance from one process, of the weights or a moment, after six steps. Found: 1e-5, 3e-6 and 1.5e-3. Gradients
 # differ by their rounding, which Muon enlarges in directions where a gradient has little else: it gives all the same length.
 LIMITS = {"adamw": 1e-4, "lamb": 1e-4, "muon": 0.02, "nadam": 1e-4}
@@ -37,7 +37,7 @@ LIMITS = {"adamw": 1e-4, "lamb": 1e-4, "muon": 0.02, "nadam": 1e-4}
 @functools.cache
 def _runs() -> tempfile.TemporaryDirectory:
     folder = tempfile.TemporaryDirectory(prefix="optimizers-")
-    for processes in (2, 1, 3):
+    for processes in STAGES:
         run_forked("optim.optimizers_program", folder.name, processes=processes)
     return folder
 
@@ -71,7 +71,7 @@ def test_every_stage_steps_like_one_process(name: str) -> None:
     """Guards against a trust ratio or an orthogonalization of the slice that a rank holds instead of the whole parameter."""
     alone = saved(f"{name}-1-0")
     assert {quantity for quantity, _ in alone} == {"weight", *map(optimizer_quantity, MOMENTS[: 3 if name == "muon" else 2])}
-    for processes, stage in ALL[1:]:
+    for processes, stage in ALL:
         found = distance(saved(f"{name}-{processes}-{stage}"), alone)
         assert found < LIMITS[name], (processes, stage)
     assert distance(saved(f"{name}-1-0", HALF), alone) > 0.5  # three steps are more than that

@@ -29,7 +29,7 @@ class Quick:
         process.start = self._before(process.start, "starts a process")
         torch.compile = self._before(torch.compile, "compiles a model")
         torch.export.export = self._before(torch.export.export, "traces a model")
-        Pipeline.build = self._before(Pipeline.build, "runs DALI")
+        Pipeline.__init__ = self._before(Pipeline.__init__, "runs DALI")  # before its graph is made
         register_module_parameter_registration_hook(self._count)
 
     @pytest.hookimpl(wrapper=True)

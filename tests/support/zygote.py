@@ -79,7 +79,11 @@ def _count_small_models_once() -> None:
         words = (model.name, model.image_size, model.num_classes, model.switches)
         counted.append((words, flops.count(*words)))
     count = flops.count
-    flops.count = lambda *words: next((row for known, row in counted if known == words), None) or count(*words)  # type: ignore[assignment]
+
+    def known_or_counted(*words: object, **switches: object) -> flops.FlopRow:
+        return next((row for known, row in counted if known == words), None) or count(*words, **switches)  # type: ignore[arg-type]
+
+    flops.count = known_or_counted
 
 
 def _note_ends(outputs: dict[int, str]) -> None:

@@ -15,7 +15,7 @@ from pipeline.config import load_config
 from pipeline.hardware import native_bf16, peak_flops
 from support.launching import REPOSITORY, clean_environment, run_module
 from support.precisions import BF16_BATCH, EMULATED
-from support.ranks import free_port
+from support.ranks import free_port, run_forked
 from support.runs import step_rows
 
 CPU = torch.device("cpu")
@@ -24,8 +24,9 @@ CHOICE = """
 from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.step.precision import choose_precision
 world = init_world()
-choice = choose_precision(ASKED, None, world)
-print(f"{choice}\\n{choice.warning}", flush=True)
+for asked in ("auto", "bf16"):
+    choice = choose_precision(asked, None, world)
+    print(f"{choice}\\n{choice.warning}", flush=True)
 disconnect()
 """
 needs_both_kinds = pytest.mark.skipif(
@@ -33,14 +34,14 @@ needs_both_kinds = pytest.mark.skipif(
 )
 
 
-def choices(*environments: dict[str, str], asked: str = "auto") -> list[list[str]]:
-    """What ranks that see such CPUs choose together: of each the two lines of ``CHOICE``."""
+def choices(*environments: dict[str, str]) -> list[list[str]]:
+    """What ranks that see such CPUs choose together: of each the lines of ``CHOICE``, two for auto and two for bf16."""
     size = len(environments)
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common["PERVIT_JOB_SECRET"] = secrets.token_hex(32)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", CHOICE.replace("ASKED", repr(asked))],
+            [sys.executable, "-c", CHOICE],
             cwd=REPOSITORY,
             env=clean_environment(**common, RANK=str(rank), LOCAL_RANK=str(rank), **environment),
             stdout=subprocess.PIPE,
@@ -53,23 +54,22 @@ def choices(*environments: dict[str, str], asked: str = "auto") -> list[list[str
 
 def test_without_instructions_it_is_fp32() -> None:
     """Guards against the default that trains 11 to 17 times too slowly on an ordinary CPU, and against its silence when asked for."""
-    ((chosen, warning),) = choices(EMULATED)
+    ((chosen, warning, asked_for, warning_then),) = choices(EMULATED)
     assert chosen.startswith("precision fp32: train.precision=auto, this CPU ") and warning == "None"
-    ((chosen, warning),) = choices(EMULATED, asked="bf16")
-    assert chosen == "precision bf16: train.precision asks for it"
-    assert "emulated" in warning and "11 to 17 times" in warning
+    assert asked_for == "precision bf16: train.precision asks for it"
+    assert "emulated" in warning_then and "11 to 17 times" in warning_then
 
 
 @needs_both_kinds
 def test_with_instructions_it_is_bf16() -> None:
-    ((chosen, warning),) = choices({})
+    ((chosen, warning, *_),) = choices({})
     assert chosen.startswith("precision bf16: train.precision=auto, this CPU has A") and warning == "None"
 
 
 @needs_both_kinds
 def test_one_rank_without_instructions_decides_for_all() -> None:
     """Guards against ranks that compute in different formats."""
-    first, second = choices({}, EMULATED)
+    first, second = (each[:2] for each in choices({}, EMULATED))
     assert first == second and first[0].startswith("precision fp32: train.precision=auto, rank 1 of 2: this CPU has ")
 
 
@@ -86,7 +86,8 @@ def test_a_resumed_run_keeps_its_precision(began_with: str, small_run: Path) -> 
 
     def train(steps: int, kind: str) -> str:
         options = [f"train.max_steps={steps}", "log.every_steps=1"]
-        result = run_module("pipeline.train", "--config", small_run, *options, **kinds[kind])
+        start = run_module if kind == "fp32" else run_forked  # a forked process has the CPU that the first one saw
+        result = start("pipeline.train", "--config", small_run, *options, **kinds[kind])
         return result.stdout + result.stderr
 
     first = train(1, began_with)
