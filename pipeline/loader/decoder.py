@@ -78,35 +78,33 @@ class Decoder:
                     raise self._reader_error from None
                 if not self._in_dali:
                     raise
-                report, output = str(error), None
+                failed, report = self._in_dali[0], str(error)
                 if self._form != CPU and is_of_decoder(report):
-                    output, report = self._by_cpu(self._in_dali[0], report)
-                if output is not None:
-                    done = self._in_dali.popleft()
-                    self._start_anew()
-                    return done, output
-                damages = undecodable(self._reader.batches.shards, self._in_dali[0], report)
+                    try:
+                        return failed, self._by_cpu(failed, cause(report))
+                    except RuntimeError as on_cpu:
+                        report = str(on_cpu)
+                damages = undecodable(self._reader.batches.shards, failed, report)
                 if not damages:
                     raise
                 for damage in damages:
                     self._reader.bad.add(damage)
                 self._start_anew()
 
-    def _by_cpu(self, encoded: Encoded, report: str) -> tuple[Tensor | None, str]:
-        """A batch that the GPU refuses, by DALI's ``report``, decoded by the CPU; or None and the report of that."""
-        try:
-            graph = self._graph(lambda: dali_graph.full_inputs(encoded.images, encoded.request), None, prefetch=1)
-            pixels = _tensor(graph.run()[0])  # before the graph is gone, and the memory with it
-        except RuntimeError as error:
-            return None, str(error)
+    def _by_cpu(self, encoded: Encoded, reason: str) -> Tensor:
+        """Decode the batch that the GPU refuses, and go on behind it: (B, S, S, 3) uint8. Raises RuntimeError: the CPU fails too."""
+        graph = self._graph(lambda: dali_graph.full_inputs(encoded.images, encoded.request), None, prefetch=1)
+        pixels = _tensor(graph.run()[0])  # before the graph is gone, and the memory with it
         self._refused += 1
-        if for_good := self._refused > _REFUSALS:
-            self._gpu = None
+        rest = "it"
+        if self._refused > _REFUSALS:
+            self._gpu, rest = None, "this and all that follow"
         _log.warning(
-            f"the GPU does not decode batch {encoded.number} ({cause(report)}): the CPU decodes "
-            f"{'this and all that follow' if for_good else 'it'}, and no image counts as bad"
+            f"the GPU does not decode batch {encoded.number} ({reason}): the CPU decodes {rest}, and no image counts as bad"
         )
-        return pixels, report
+        self._in_dali.popleft()
+        self._start_anew()
+        return pixels
 
     def _start_anew(self) -> None:
         """Build a new pipeline and feed it the batches of the failed one, which DALI cannot reuse."""
