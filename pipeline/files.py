@@ -54,6 +54,25 @@ def remove_leftovers(path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def user_cache() -> Path | None:
+    """``$XDG_CACHE_HOME/pervit``, by default ``~/.cache/pervit``, which need not exist; None without a home directory."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pervit"
+    except RuntimeError:
+        return None
+
+
+def make_private(folder: Path) -> bool:
+    """Create a folder with mode 0700; whether it is there, is this user's, and nobody else may write to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+    except OSError:
+        return False
+    return about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def open_regular(path: Path) -> int:
     """Open a regular file for reading; returns the descriptor. A pipe or device, which may block, raises an ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without O_NONBLOCK a pipe waits for a writer

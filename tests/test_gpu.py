@@ -16,6 +16,7 @@ from pipeline.models import create_model
 from pipeline.models.common.layers import drop_elements
 from pipeline.shards.shard_set import ShardSet
 from support import launching
+from support.batches import form_of_gpu
 from support.launching import run_module
 from support.runs import step_rows
 
@@ -39,7 +40,8 @@ def test_gpu_decoding_agrees_with_cpu_decoding(kind: str, digits_shards: Path) -
         )
     else:
         batches = EvalBatches(shards=shards, image_size=64, batch_size=32, eval_crop=0.875)
-    on_cpu, on_gpu = (Loader(batches, DataConfig(), device) for device in (CPU, GPU))
+    on_cpu = Loader(batches, DataConfig(), CPU)
+    on_gpu = Loader(batches, DataConfig(), GPU, form=form_of_gpu(shards))
     kept = []
     for _ in range(6):  # batches must stay valid while later ones are made
         a, b = next(on_cpu), next(on_gpu)

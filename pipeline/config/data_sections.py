@@ -18,7 +18,7 @@ class DataConfig(Section):
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Decoder threads per rank; null: the node's CPU cores divided by its ranks."""
     decode: Literal["auto", "gpu", "cpu"] = "auto"
-    """What decodes and resizes images for a GPU: gpu, or cpu, which leaves the GPU to the training. auto: training measures both in its first batches and keeps the faster, evaluation takes the GPU. Without a GPU, auto is cpu."""
+    """What decodes and resizes images for a GPU: gpu, or cpu, which leaves the GPU to the training. auto: training measures both in its first batches and keeps the faster, evaluation takes the GPU. Without a GPU, auto is cpu; a GPU whose decoder fails in a trial is not used."""
     prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
     """Decoded batches to prefetch."""
     read_ahead: Annotated[int, Field(ge=1, le=1024)] = 4

@@ -17,6 +17,7 @@ from pipeline.config import Config
 from pipeline.errors import UserError
 from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Batch, Loader
+from pipeline.loader.probe import usable_decoding
 from pipeline.logs.reduction import report_bad_samples
 from pipeline.models.weights.transfer import first_difference
 from pipeline.shards.image_folder import ImageFolder
@@ -29,7 +30,7 @@ Consumer = Callable[[Batch, Tensor, Tensor, Tensor], None]
 
 
 def evaluation_loader(shards: Samples, config: Config, world: World) -> Loader[EvalBatches]:
-    """This rank's batches for :func:`evaluate`, pass after pass."""
+    """This rank's batches for :func:`evaluate`, pass after pass. Collective."""
     batches = EvalBatches(
         shards=shards,
         image_size=config.model.image_size,
@@ -38,7 +39,8 @@ def evaluation_loader(shards: Samples, config: Config, world: World) -> Loader[E
         world_size=world.size,
         eval_crop=config.data.eval_crop,
     )
-    return Loader(batches, config.data, world.device, world.cpu_threads)
+    decode, form = usable_decoding(config.data.decode, shards, world)
+    return Loader(batches, config.data, world.device, world.cpu_threads, decode=decode, form=form)
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """Build the DALI graphs that turn encoded images and augmentation parameters into images.
 
-``full_graph`` runs the whole transform and is used on GPUs. ``decoding_graph`` ends after the decoder; on a CPU the rest is
-faster in :mod:`pipeline.loader.cpu_transform`. Both take the same requests, and the test suite compares their pixels.
+``full_graph`` runs the whole transform and is used on GPUs, in one of two forms: the decoder is given the regions, or decodes whole
+images, of which the regions are then cut out. ``decoding_graph`` ends after the decoder; on a CPU the rest is faster in
+:mod:`pipeline.loader.cpu_transform`. All take the same requests, and the test suite compares their pixels.
 
 Inputs are not copied (``no_copy``): DALI reads the NumPy arrays themselves, and holds a reference to each until the batch that
 they belong to is done. A source must never write into an array that it has returned.
@@ -22,6 +23,7 @@ from pipeline.augment import BatchRequest, PixelAugmentation
 from pipeline.augment.crop import resize_borders
 from pipeline.loader.batches import Batches
 
+REGIONS, WHOLE = "regions", "whole"  # what the decoder of a full graph is asked for
 Source = Callable[[], tuple]
 _TYPES = {np.bool_: types.BOOL, np.uint8: types.UINT8, np.int32: types.INT32, np.float32: types.FLOAT}
 _WINDOW = (np.uint8, 1), (np.int32, 1), (np.int32, 1)  # type and dimensions of jpegs, start, shape
@@ -54,15 +56,17 @@ def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: 
 
     def graph() -> DataNode:
         jpegs, start, shape = _inputs(source, _WINDOW)
-        return _decode_window(jpegs, start, shape, device="cpu")
+        return _decode_window(jpegs, start, shape, "cpu", REGIONS)
 
     return _built(graph, batch_size, None, num_threads, prefetch, branches=False)
 
 
-def full_graph(source: Source, batches: Batches, device_id: int | None, num_threads: int, prefetch: int) -> Pipeline:
+def full_graph(
+    source: Source, batches: Batches, device_id: int | None, num_threads: int, prefetch: int, form: str = REGIONS
+) -> Pipeline:
     """Decode, resize, crop, flip, augment: a built pipeline with one output, (B, S, S, 3) uint8 on a CUDA device, or the CPU.
 
-    ``source`` is called once per batch, ahead of time, and returns :func:`full_inputs`.
+    ``source`` is called once per batch, ahead of time, and returns :func:`full_inputs`. ``form`` is REGIONS or WHOLE.
     """
     size, pad = batches.image_size, batches.crop_pad
     filters = _FILTER if batches.chosen_filters else ()
@@ -72,7 +76,7 @@ def full_graph(source: Source, batches: Batches, device_id: int | None, num_thre
     def graph() -> DataNode:
         inputs = _inputs(source, (*_WINDOW, *_PIXELS, *filters, *drawn))
         jpegs, start, shape, resize, rows, columns, crop_y, crop_x, flip, *more = inputs
-        images = _decode_window(jpegs, start, shape, device="cpu" if device_id is None else "mixed")
+        images = _decode_window(jpegs, start, shape, "cpu" if device_id is None else "mixed", form)
         filter_ = fn.reinterpret(more.pop(0), dtype=types.INTERP_TYPE) if filters else types.INTERP_CUBIC
         # As in Pillow, columns first, rounded to 8 bits before the rows: in one step, DALI keeps floats beyond 0 and 255.
         images = _resize_axis(images, fn.stack(fn.cast(shape[0], dtype=types.FLOAT), resize[1]), columns, filter_, axis=1)
@@ -137,15 +141,14 @@ def _resize_axis(
     return fn.reinterpret(levels, layout="HWC")  # arithmetic may drop the layout
 
 
-def _decode_window(jpegs: DataNode, start: DataNode, shape: DataNode, device: str) -> DataNode:
-    # EXIF orientation is ignored, as in Pillow and thus in the papers' pipelines.
-    return fn.decoders.image_slice(
-        jpegs,
-        device=device,
-        output_type=types.RGB,
-        start=start,
-        shape=shape,
-        axis_names="HW",
-        adjust_orientation=False,
-        jpeg_fancy_upsampling=True,  # on a GPU too, colour is interpolated: nearly all JPEGs store a quarter of its pixels
-    )
+def _decode_window(jpegs: DataNode, start: DataNode, shape: DataNode, device: str, form: str) -> DataNode:
+    settings = {
+        "device": device,
+        "output_type": types.RGB,
+        "adjust_orientation": False,  # EXIF is ignored, as in Pillow and thus in the papers' pipelines
+        "jpeg_fancy_upsampling": True,  # on a GPU too, colour is interpolated: nearly all JPEGs store a quarter of its pixels
+    }
+    window = {"start": start, "shape": shape, "axis_names": "HW"}
+    if form == WHOLE:
+        return fn.slice(fn.decoders.image(jpegs, **settings), **window)
+    return fn.decoders.image_slice(jpegs, **settings, **window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 
 import torch
@@ -12,18 +13,24 @@ from torch import Tensor
 
 from pipeline.loader import dali_graph
 from pipeline.loader.device_stream import DeviceStream
-from pipeline.loader.reader import Encoded, Reader, undecodable
+from pipeline.loader.reader import Encoded, Reader, cause, is_of_decoder, undecodable
+
+CPU = "cpu"  # the form of decoding that is no full graph: windows, on the CPU
+_REFUSALS = 8  # batches that a GPU may refuse; each costs seconds, in which the graph is built anew
+_log = logging.getLogger(__name__)
 
 
 class Decoder:
-    """Decodes the reader's batches in order, with one of the two graphs of :mod:`pipeline.loader.dali_graph`.
+    """Decodes the reader's batches in order, with one of the graphs of :mod:`pipeline.loader.dali_graph`.
 
-    ``whole`` runs the whole transform, on the stream's device; otherwise windows are decoded, on the CPU. ``prefetch`` is the depth of
-    DALI's queue, in batches.
+    ``form`` is REGIONS or WHOLE for that of the whole transform, on the stream's device, or CPU for windows alone. ``prefetch`` is the
+    depth of DALI's queue, in batches. What a GPU refuses to decode, the CPU decodes: it has the last word on what is a bad sample.
     """
 
-    def __init__(self, reader: Reader, whole: bool, stream: DeviceStream, threads: int, prefetch: int) -> None:
-        self._reader, self._whole, self._stream, self._threads, self._prefetch = reader, whole, stream, threads, prefetch
+    def __init__(self, reader: Reader, form: str, stream: DeviceStream, threads: int, prefetch: int) -> None:
+        self._reader, self._form, self._stream, self._threads, self._prefetch = reader, form, stream, threads, prefetch
+        self._gpu = None if form == CPU else stream.device.index
+        self._refused = 0  # batches
         self._reader_error: BaseException | None = None
         self._in_dali: deque[Encoded] = deque()  # fed but not returned; DALI preserves their order
         self._repeat: deque[Encoded] = deque()  # to be fed to the next pipeline after a failure
@@ -42,6 +49,10 @@ class Decoder:
             RuntimeError: DALI failed for another reason.
         """
         encoded, output = self._next()
+        if isinstance(output, TensorListCPU):
+            output = _tensor(output)
+        if isinstance(output, Tensor):
+            return encoded, output.to(self._stream.device).permute(0, 3, 1, 2)
         # Not from_dlpack, which shares the memory: DALI gives a batch's memory out again in the order of its own stream as soon
         # as the last reference is dropped, and knows nothing of the work on PyTorch's streams that still reads it. Here run()
         # makes our stream wait for DALI's, the copy is queued on ours, and the output is released in the order of ours, or of
@@ -53,24 +64,47 @@ class Decoder:
     def close(self) -> None:
         """Free the pipeline's memory, on the GPU too. No batch may be asked for afterwards."""
         vars(self).pop("_pipeline", None)  # gone already where a batch with bad samples could not be read again
-        if self._whole:
+        if self._form != CPU:
             ReleaseUnusedMemory()
 
-    def _next(self) -> tuple[Encoded, TensorListCPU | TensorListGPU]:
-        """The next batch. If DALI fails to decode it, it is decoded again with the bad samples replaced."""
+    def _next(self) -> tuple[Encoded, TensorListCPU | TensorListGPU | Tensor]:
+        """The next batch. If DALI fails to decode it, it is decoded again: by the CPU, then with the bad samples replaced."""
         while True:
             try:
-                (output,) = self._pipeline.run(self._stream.cuda if self._whole else None)
+                (output,) = self._pipeline.run(None if self._gpu is None else self._stream.cuda)
                 return self._in_dali.popleft(), output
             except RuntimeError as error:
                 if self._reader_error:
                     raise self._reader_error from None
-                damages = undecodable(self._reader.batches.shards, self._in_dali[0], str(error)) if self._in_dali else []
+                if not self._in_dali:
+                    raise
+                failed, report = self._in_dali[0], str(error)
+                if self._form != CPU and is_of_decoder(report):
+                    try:
+                        return failed, self._by_cpu(failed, cause(report))
+                    except RuntimeError as on_cpu:
+                        report = str(on_cpu)
+                damages = undecodable(self._reader.batches.shards, failed, report)
                 if not damages:
                     raise
                 for damage in damages:
                     self._reader.bad.add(damage)
                 self._start_anew()
+
+    def _by_cpu(self, encoded: Encoded, reason: str) -> Tensor:
+        """Decode the batch that the GPU refuses, and go on behind it: (B, S, S, 3) uint8. Raises RuntimeError: the CPU fails too."""
+        graph = self._graph(lambda: dali_graph.full_inputs(encoded.images, encoded.request), None, prefetch=1)
+        pixels = _tensor(graph.run()[0])  # before the graph is gone, and the memory with it
+        self._refused += 1
+        rest = "it"
+        if self._refused > _REFUSALS:
+            self._gpu, rest = None, "this and all that follow"
+        _log.warning(
+            f"the GPU does not decode batch {encoded.number} ({reason}): the CPU decodes {rest}, and no image counts as bad"
+        )
+        self._in_dali.popleft()
+        self._start_anew()
+        return pixels
 
     def _start_anew(self) -> None:
         """Build a new pipeline and feed it the batches of the failed one, which DALI cannot reuse."""
@@ -81,10 +115,12 @@ class Decoder:
         self._pipeline = self._build()
 
     def _build(self) -> Pipeline:
-        batches = self._reader.batches
-        if not self._whole:
-            return dali_graph.decoding_graph(self._feed, batches.batch_size, self._threads, self._prefetch)
-        return dali_graph.full_graph(self._feed, batches, self._stream.device.index, self._threads, self._prefetch)
+        if self._form != CPU:
+            return self._graph(self._feed, self._gpu, self._prefetch)
+        return dali_graph.decoding_graph(self._feed, self._reader.batches.batch_size, self._threads, self._prefetch)
+
+    def _graph(self, source: dali_graph.Source, device_id: int | None, prefetch: int) -> Pipeline:
+        return dali_graph.full_graph(source, self._reader.batches, device_id, self._threads, prefetch, self._form)
 
     def _feed(self) -> tuple:
         """DALI's external-source callback: the inputs of the next batch."""
@@ -94,5 +130,10 @@ class Decoder:
             self._reader_error = error
             raise
         self._in_dali.append(encoded)
-        inputs = dali_graph.full_inputs if self._whole else dali_graph.window_inputs
+        inputs = dali_graph.window_inputs if self._form == CPU else dali_graph.full_inputs
         return inputs(encoded.images, encoded.request)
+
+
+def _tensor(output: TensorListCPU) -> Tensor:
+    """A copy of images of one size: (B, S, S, 3) uint8 on the CPU."""
+    return torch.from_dlpack(output.as_tensor()).clone()

@@ -20,13 +20,14 @@ from pipeline.config import DataConfig
 from pipeline.errors import UserError
 from pipeline.loader.batches import Batches
 from pipeline.loader.cpu_transform import Finisher, Normalization
-from pipeline.loader.decoder import Decoder
+from pipeline.loader.dali_graph import REGIONS
+from pipeline.loader.decoder import CPU, Decoder
 from pipeline.loader.device_stream import DeviceStream, upload
 from pipeline.loader.reader import Ahead, BadSamples, Encoded, Reader
 from pipeline.stores.store import StoreFails
 
 AnyBatches = TypeVar("AnyBatches", bound=Batches)
-CPU, GPU, AUTO = "cpu", "gpu", "auto"  # values of data.decode
+GPU, AUTO = "gpu", "auto"  # values of data.decode, beside CPU
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Loader(Generic[AnyBatches]):
         start: number of the first batch, which the others follow; or the endless numbers of all.
         bad: records the samples that cannot be used; by default, a record of the loader's own.
         decode: where to decode, instead of ``config.decode``.
+        form: what a GPU decodes, as :mod:`pipeline.loader.probe` finds out: REGIONS, or WHOLE images.
 
     Raises:
         UserError: as :func:`decoding_device`.
@@ -70,19 +72,20 @@ class Loader(Generic[AnyBatches]):
         start: int | Iterable[int] = 0,
         bad: BadSamples | None = None,
         decode: str | None = None,
+        form: str = REGIONS,
     ) -> None:
         self.batches, self.decode = batches, decode or config.decode
-        whole = decoding_device(self.decode, device) == GPU
+        form = form if decoding_device(self.decode, device) == GPU else CPU
         if bad is None:  # a record without bad samples is empty, and so false
             bad = BadSamples(batches.shards, config.max_bad_samples, left_out=not batches.substitutes_count)
         self.bad = bad
         threads = config.num_threads or cpu_threads
         self._stream = DeviceStream(device)
         self._reader = Reader(batches, self.bad, start, config.read_ahead)
-        self._decoder = Decoder(self._reader, whole, self._stream, threads, config.prefetch)
+        self._decoder = Decoder(self._reader, form, self._stream, threads, config.prefetch)
         self._normalization = Normalization(config.mean, config.std)
         self._finisher: Finisher | None = None
-        if not whole:
+        if form == CPU:
             self._finisher = Finisher(batches.batch_size, batches.image_size, config.mean, config.std, threads)
         self._finished = Ahead(lambda _: self._make(), count(), config.prefetch, 1, "finish")
         self._error: BaseException | None = None

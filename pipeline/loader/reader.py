@@ -22,6 +22,7 @@ from pipeline.stores.store import StoreFails
 from pipeline.stream.samples import DamagedSample, Samples
 
 _THREADS = 4  # I/O-bound: keeps a few requests to disk or network in flight without occupying cores
+_DECODING = re.compile(r"decode sample #(\d+)|nvImageCodec failure")  # in what DALI reports
 
 Result = TypeVar("Result")
 
@@ -158,10 +159,22 @@ class Reader:
         return images if sound else None
 
 
+def cause(report: str) -> str:
+    """The line of a ``report`` that says what went wrong: DALI's after "encountered:", the last one of a traceback."""
+    lines = [line.strip() for line in report.splitlines() if line.strip()] or ["no reason given"]
+    found = lines.index("encountered:") + 1 if "encountered:" in lines[:-1] else -1
+    return lines[found].rstrip(" .:")
+
+
+def is_of_decoder(report: str) -> bool:
+    """Whether DALI's ``report`` is about an image that its decoder did not take."""
+    return _DECODING.search(report) is not None
+
+
 def undecodable(shards: Samples, batch: Encoded, report: str) -> list[DamagedSample]:
-    """The images of a batch that DALI failed to decode: the one that its ``report`` names, or all that Pillow cannot decode either."""
-    named = re.search(r"decode sample #(\d+)", report)
-    if named:
+    """The images of a batch that DALI failed to decode on the CPU: the one that its ``report`` names, or all that Pillow cannot decode."""
+    named = _DECODING.search(report)
+    if named and named[1]:
         places = {int(named[1]): "DALI's decoder failed"}
     else:
         places = {place: reason for place, image in enumerate(batch.images) if (reason := _decoding_error(image))}

@@ -23,7 +23,9 @@ from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitti
 from pipeline.errors import UserError
 from pipeline.inference.teacher import describe_teacher, load_teacher
 from pipeline.loader.batches import TrainBatches
+from pipeline.loader.dali_graph import REGIONS
 from pipeline.loader.loader import CPU, GPU, Loader, decoding_device
+from pipeline.loader.probe import usable_decoding
 from pipeline.loader.reader import BadSamples
 from pipeline.loader.trial import TrialLoader, Turns
 from pipeline.logs import pictures
@@ -50,16 +52,18 @@ class Settled:
     precision: Precision
     micro_batch_reason: str | None  # None: the config states the size
     decode: str  # "gpu", "cpu", or "auto": measured in the first batches
+    form: str  # in which a GPU decodes: "regions" or "whole" images
     compile: str  # "off", "blocks", "model" or "graphs"
     zero_stage: int  # that the engine takes; 0 for one process
     accumulation: int  # micro-batches of a rank per optimizer step
 
 
-def settle(config: Config, before: RunState | None, world: World) -> Settled:
+def settle(config: Config, before: RunState | None, shards: ShardSet | MixedSet, world: World) -> Settled:
     """Settle a config, which :func:`check_alone` has accepted, for all ranks alike. Collective.
 
     Args:
         before: the checkpoint that this start resumes from, which ``auto`` follows; None: a new run.
+        shards: the training set, of which a GPU that is to decode is given some images first.
 
     Raises:
         UserError: on every rank: images cannot be decoded as asked, or no micro-batch fits.
@@ -67,12 +71,13 @@ def settle(config: Config, before: RunState | None, world: World) -> Settled:
     recorded = before.config if before else {"train": {}, "data": {}}
     precision = choose_precision(config.train.precision, recorded["train"].get("precision"), world)
     decode = choose_decoding(config.data.decode, recorded["data"].get("decode"), world, config.train.deterministic)
+    decode, form = usable_decoding(decode, shards, world)
     config = config.with_values({"train.precision": precision.name})
     size, reason = choose_micro_batch(config, recorded["train"].get("micro_batch_size"), world)
     config = config.with_values({"train.micro_batch_size": size})
     compilation, stage = choose_compilation(config.train, world), zero_stage(config, world.size)
     accumulation = accumulation_steps(config.train, world.size, config.augment.unit)
-    return Settled(config, precision, reason, decode, compilation, stage, accumulation)
+    return Settled(config, precision, reason, decode, form, compilation, stage, accumulation)
 
 
 def check_alone(config: Config, world: World) -> None:
@@ -103,9 +108,7 @@ def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable
         return asked
     if begun_with not in (GPU, CPU):
         return GPU if repeatable else AUTO
-    say_once(
-        world, f"decoding on the {begun_with.upper()}, as this run has measured before: data.decode=gpu or cpu changes that"
-    )
+    say_once(world, f"decoding on the {begun_with.upper()}, as this run has done before: data.decode=gpu or cpu changes that")
     return begun_with
 
 
@@ -196,14 +199,14 @@ def build(
 
 
 def training_loader(
-    shards: ShardSet | MixedSet, config: Config, decode: str, world: World, first_step: int
+    shards: ShardSet | MixedSet, config: Config, decode: str, world: World, first_step: int, form: str = REGIONS
 ) -> Loader[TrainBatches] | TrialLoader:
-    """This process's micro-batches of a settled config from the first one after ``first_step`` steps on; ``decode`` as settled."""
+    """This process's micro-batches of a settled config from the first one after ``first_step`` steps on; ``decode`` and ``form`` as settled."""
     batches = TrainBatches.of_run(shards, config, world.rank, world.size)
     start = first_step * batches.batches_per_step
 
     def open_loader(start: int | Iterator[int], decode: str, bad: BadSamples | None = None) -> Loader[TrainBatches]:
-        return Loader(batches, config.data, world.device, world.cpu_threads, start, bad, decode)
+        return Loader(batches, config.data, world.device, world.cpu_threads, start, bad, decode, form)
 
     if decode != AUTO or world.device.type == "cpu":
         return open_loader(start, decode)

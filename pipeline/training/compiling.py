@@ -26,7 +26,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
 import warnings
@@ -41,6 +40,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.cluster.world import World
 from pipeline.errors import first_line
+from pipeline.files import make_private, user_cache
 from pipeline.loader.loader import Batch
 from pipeline.logs import console
 from pipeline.logs.console import say_once
@@ -237,13 +237,9 @@ def drop_compile_cache(run_folder: Path, rank: int) -> None:
 
 def cache_folder(run_folder: Path, rank: int) -> Path | None:
     """``$XDG_CACHE_HOME/pervit/compile/HASH_OF_RUN_FOLDER/rank-00000``, by default below ``~/.cache``; None without a home directory."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    except RuntimeError:
-        return None
     run = hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:_NAME_DIGITS]
-    return cache / "pervit" / "compile" / run / f"rank-{rank:05d}"
+    cache = user_cache()
+    return cache and cache / "compile" / run / f"rank-{rank:05d}"
 
 
 def _chosen(variable: str) -> str:
@@ -256,11 +252,9 @@ def _chosen(variable: str) -> str:
 
 def _is_usable(folder: Path) -> bool:
     """Create the folder; whether it can be written and locked, is this user's, and nobody else may write to it."""
+    if not make_private(folder):
+        return False
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = folder.stat()
-        if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return False
         with open(folder / "lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as Inductor does; some network file systems cannot
     except OSError:

@@ -148,7 +148,7 @@ class Start:
             return None
         say_once(self.world, f"data: {data.description()}")
         say_once(self.world, f"resuming {self.folder} from step {before.step}" if before else f"a new run: {self.folder}")
-        settled = settle(self.config, before, self.world)
+        settled = settle(self.config, before, data.train_set, self.world)
         return PreparedRun(settled, data, before, *build(settled.config, self.world, data.train_set.classes, verified))
 
 
@@ -178,7 +178,7 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         train_set=data.train_set,
         train_state=train_state,
         compilation=compilation,
-        loader=training_loader(data.train_set, config, settled.decode, world, step),
+        loader=training_loader(data.train_set, config, settled.decode, world, step, settled.form),
         val_loader=evaluation_loader(data.val_set, config, world),
         agreement=agreement,
         saver=Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),

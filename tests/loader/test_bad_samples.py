@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import resource
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from nvidia.dali import Pipeline
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data_prep.sources import ImageFolder
@@ -19,8 +21,11 @@ from data_prep.writer import write_shards
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.errors import UserError
 from pipeline.loader.batches import EvalBatches, TrainBatches
+from pipeline.loader.dali_graph import REGIONS, Source
+from pipeline.loader.decoder import Decoder
+from pipeline.loader.device_stream import DeviceStream
 from pipeline.loader.loader import Loader
-from pipeline.loader.reader import BadSamples
+from pipeline.loader.reader import BadSamples, Reader, cause, is_of_decoder
 from pipeline.shards.image_checks import ImageRules
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stream.samples import DamagedSample
@@ -62,13 +67,18 @@ def overwrite(folder: Path, victim: int, damage: Callable[[bytes], bytes]) -> No
         assert tar.write(damaged) == sample["bytes"]
 
 
+def break_scan(jpeg: bytes) -> bytes:
+    """A JPEG that can be parsed but not decoded; what cannot be parsed may end the process in DALI."""
+    return jpeg.replace(b"\xff\xda\x00\x0c\x03", b"\xff\xda\x00\x0c\x09")
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         lambda jpeg: b"\xff" * len(jpeg),
         lambda jpeg: jpeg[: len(jpeg) // 2].ljust(len(jpeg), b"\0"),
         lambda jpeg: jpeg[:-100] + bytes(40) + jpeg[-60:],  # decodes without any error, to wrong pixels
-        lambda jpeg: jpeg.replace(b"\xff\xda\x00\x0c\x03", b"\xff\xda\x00\x0c\x09"),
+        break_scan,
     ],
     ids=["junk", "cut off", "40 bytes", "damaged scan header"],
 )
@@ -107,10 +117,7 @@ def test_an_image_that_dali_cannot_decode_is_replaced(digits_images: Path, tmp_p
     for number, path in enumerate(sorted((digits_images / "train" / "3").iterdir())[:96]):
         (images / "train" / "3").mkdir(parents=True, exist_ok=True)
         jpeg = path.read_bytes()
-        broken = number in (7, 40)
-        (images / "train" / "3" / path.name).write_bytes(
-            jpeg.replace(b"\xff\xda\x00\x0c\x03", b"\xff\xda\x00\x0c\x09") if broken else jpeg
-        )
+        (images / "train" / "3" / path.name).write_bytes(break_scan(jpeg) if number in (7, 40) else jpeg)
     write_shards(ImageFolder(images, "train"), tmp_path / "shards", "train", rules=ImageRules(decode=False))
     loader = loader_of(tmp_path / "shards", read_ahead=4)
     batches = [next(loader) for _ in range(6)]
@@ -120,6 +127,87 @@ def test_an_image_that_dali_cannot_decode_is_replaced(digits_images: Path, tmp_p
         assert (asked_for != batch.request.index).sum() == batch.replaced
         assert not np.isin(batch.request.index, list(loader.bad.replacement)).any()
     assert all("cannot be decoded" in sentence for sentence in loader.bad.take_unreported().values())
+
+
+class Particular(Decoder):
+    """As on a GPU that does not decode all that the CPU does: its graph, here on the CPU, gets a refused sample with a broken scan."""
+
+    def __init__(self, reader: Reader, refuses: Callable[[int], bool]) -> None:
+        self._refuses = refuses
+        super().__init__(reader, REGIONS, DeviceStream(torch.device("cpu", 0)), 1, 2)
+
+    def _graph(self, source: Source, device_id: int | None, prefetch: int) -> Pipeline:
+        def particular() -> tuple:
+            images, *rest = source()
+            samples = self._in_dali[-1].request.index.tolist()
+            broken = [np.frombuffer(break_scan(image.tobytes()), dtype=np.uint8) for image in images]
+            return [bad if self._refuses(n) else image for bad, image, n in zip(broken, images, samples)], *rest
+
+        return super()._graph(source if device_id is None else particular, None, prefetch)
+
+
+def test_what_only_the_gpu_does_not_decode_is_a_good_sample(digits_shards: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against good images that are replaced, up to data.max_bad_samples, because a GPU's decoder fails."""
+    caplog.set_level(logging.WARNING, "pipeline.loader")
+    sound = loader_of(digits_shards)
+    batches, expected = sound.batches, [next(sound) for _ in range(5)]
+    refused = {int(expected[1].request.index[3]), int(expected[3].request.index[0]), int(expected[3].request.index[9])}
+    bad = BadSamples(batches.shards, 0)
+    decoder = Particular(Reader(batches, bad, 0, 2), refused.__contains__)
+    for number, reference in enumerate(expected):
+        encoded, pixels = decoder.pixels()
+        assert encoded.number == number and encoded.replaced == 0
+        assert np.array_equal(encoded.request.index, reference.request.index)
+        levels = (sound._normalization(pixels) - reference.images).abs() * 255 * 0.23
+        assert levels.max() < 3, "the graph for GPUs is within two levels"
+    assert len(bad) == 0
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" (")[0] for text in said] == [f"the GPU does not decode batch {number}" for number in (1, 3)]
+    places = [int(np.flatnonzero(np.isin(expected[n].request.index, list(refused)))[0]) for n in (1, 3)]
+    for text, place in zip(said, places):
+        assert text.endswith(f" (Failed to decode sample #{place}): the CPU decodes it, and no image counts as bad")
+
+
+def test_a_gpu_that_decodes_nothing_is_given_up(digits_shards: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a run that builds a graph anew for each batch for ever, and against one that ends."""
+    caplog.set_level(logging.WARNING, "pipeline.loader")
+    batches = loader_of(digits_shards).batches
+    bad = BadSamples(batches.shards, 0)
+    decoder = Particular(Reader(batches, bad, 0, 2), lambda sample: True)
+    for number in range(12):
+        encoded, pixels = decoder.pixels()
+        assert encoded.number == number and encoded.replaced == 0 and pixels.shape == (48, 3, 64, 64)
+    assert len(bad) == 0 and len(caplog.records) == 9
+    assert caplog.records[-1].getMessage().endswith("the CPU decodes this and all that follow, and no image counts as bad")
+
+
+def test_what_the_cpu_does_not_decode_either_is_bad(digits_images: Path, tmp_path: Path) -> None:
+    """Guards against a broken image that ends a run on a GPU, or is asked for again and again."""
+    for number, path in enumerate(sorted((digits_images / "train" / "3").iterdir())[:60]):
+        (tmp_path / "images" / "train" / "3").mkdir(parents=True, exist_ok=True)
+        jpeg = path.read_bytes()
+        (tmp_path / "images" / "train" / "3" / path.name).write_bytes(break_scan(jpeg) if number in (7, 40) else jpeg)
+    write_shards(ImageFolder(tmp_path / "images", "train"), tmp_path / "shards", "train", rules=ImageRules(decode=False))
+    batches = loader_of(tmp_path / "shards").batches
+    bad = BadSamples(batches.shards, 2)
+    decoder = Particular(Reader(batches, bad, 0, 2), lambda sample: False)
+    replaced = [decoder.pixels()[0].replaced for _ in range(5)]  # four epochs
+    assert len(bad) == 2 and sum(replaced) == 8, replaced
+    assert all("cannot be decoded" in sentence for sentence in bad.take_unreported().values())
+
+
+def test_a_report_of_dali_is_understood() -> None:
+    """Guards against images that are blamed for a GPU without memory, and against a decoder's failure that is taken for another one."""
+    report = (
+        "Critical error in pipeline:\nError in MIXED operator `nvidia.dali.fn.decoders.image_slice`,\nwhich was used in the pipeline "
+        "definition with the following traceback:\n\n  File ...\n\nencountered:\n\n{}\nCurrent pipeline object is no longer valid."
+    )
+    for line in ("nvImageCodec failure: '#8'", "Failed to decode sample #5 : "):
+        assert cause(report.format(line)) == line.rstrip(" :") and is_of_decoder(report.format(line))
+    memory = "CUDA runtime API error cudaErrorMemoryAllocation (2):\nout of memory"
+    assert cause(report.format(memory)).startswith("CUDA runtime API error") and not is_of_decoder(report.format(memory))
+    assert cause("Traceback (most recent call last):\n  File ...\nImportError: no DALI\n") == "ImportError: no DALI"
+    assert cause("") == "no reason given"
 
 
 @pytest.mark.parametrize("fault", ["emptied", "removed"])

@@ -12,7 +12,7 @@ from packaging.version import Version
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.loader.batches import EvalBatches, TrainBatches
 from pipeline.loader.cpu_transform import Normalization
-from pipeline.loader.dali_graph import full_graph, full_inputs
+from pipeline.loader.dali_graph import REGIONS, WHOLE, full_graph, full_inputs
 from pipeline.loader.loader import Loader
 from pipeline.shards.shard_set import ShardSet
 from support.launching import REPOSITORY
@@ -44,6 +44,21 @@ def test_the_graph_is_within_two_levels_of_the_cpu(mode: str, size: int, eval_cr
     difference = np.rint(((whole - split) * torch.tensor(CONFIG.std)[:, None, None] * 255).abs().numpy())
     assert difference.max() <= 2
     assert (difference > 0).mean() < 0.015 and (difference > 1).mean() < 1e-5
+
+
+@pytest.mark.parametrize("images", ["digits_shards", "imagenet_shards"])
+@pytest.mark.parametrize("crop", ["random_resized", "simple"])
+def test_regions_and_whole_images_give_the_same_pixels(images: str, crop: str, request: pytest.FixtureRequest) -> None:
+    """Guards against a GPU that trains on other pixels because it must decode whole images."""
+    shards = ShardSet(request.getfixturevalue(images), "train")
+    data = DataConfig(num_threads=1, train_crop=crop)
+    common = {"image_size": 64, "batch_size": BATCH, "global_batch_size": BATCH, "seed": 7}
+    batches = TrainBatches(shards=shards, data=data, augment=AugmentConfig(), **common)
+    asked = batches.request(0)
+    inputs = full_inputs(list(map(shards.read, asked.index)), asked)
+    pixels = [full_graph(lambda: inputs, batches, None, 1, 1, form).run()[0].as_tensor() for form in (REGIONS, WHOLE)]
+    regions, whole = map(np.array, pixels)
+    assert regions.shape == (BATCH, 64, 64, 3) and np.array_equal(regions, whole)
 
 
 def test_nvjpeg_interpolates_colour_within_a_window() -> None:

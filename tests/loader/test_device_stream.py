@@ -12,6 +12,7 @@ import torch
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.loader import loader as loader_module
 from pipeline.loader.batches import TrainBatches
+from pipeline.loader.dali_graph import REGIONS
 from pipeline.loader.decoder import Decoder
 from pipeline.loader.device_stream import DeviceStream, pack, unpack, upload
 from pipeline.loader.loader import Loader
@@ -81,7 +82,7 @@ def test_a_batch_of_the_whole_graph_outlives_later_ones(augment: AugmentConfig, 
 
     def start() -> tuple[Reader, Decoder]:
         reader = Reader(batches, BadSamples(batches.shards, 0), 0, config.read_ahead)
-        return reader, Decoder(reader, True, DeviceStream(torch.device("cpu")), 1, config.prefetch)
+        return reader, Decoder(reader, REGIONS, DeviceStream(torch.device("cpu")), 1, config.prefetch)
 
     (reader, decoder), (other_reader, other) = start(), start()
     kept = [decoder.pixels()[1] for _ in range(8)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,14 @@ from torch import Tensor
 from pipeline.checkpoint.weights import read_weights
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.loader.batches import TrainBatches
+from pipeline.loader.dali_graph import REGIONS
 from pipeline.loader.device_stream import upload
 from pipeline.loader.loader import Loader, augmented
 from pipeline.loader.reader import BadSamples
 from pipeline.loader.trial import TrialLoader, Turns
 from pipeline.shards.shard_set import ShardSet
 from support import launching
+from support.batches import form_of_gpu
 from support.launching import run_module
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -37,6 +40,12 @@ def batches_of(shards: Path, augment: AugmentConfig = EVERYTHING, size: int = 64
         data=DataConfig(),
         augment=augment,
     )
+
+
+def open_loader(batches: TrainBatches, decode: str, **more: object) -> Loader:
+    """On the GPU, in the form in which it decodes."""
+    form = REGIONS if decode == "cpu" else form_of_gpu(batches.shards)
+    return Loader(batches, config_of(decode), GPU, form=form, **more)
 
 
 def config_of(decode: str) -> DataConfig:
@@ -59,8 +68,8 @@ def test_a_consumer_far_behind_reads_what_was_made_for_it(decode: str, digits_sh
     """Guards against reading a batch before it is complete, and against its memory, or DALI's, being used again while a
     stream that is far behind is yet to read it: the host drops each batch long before the device gets to it."""
     batches, behind = batches_of(digits_shards), torch.cuda.Stream(GPU)
-    expected = waited_for(Loader(batches, config_of(decode), GPU))
-    loader, copies = Loader(batches, config_of(decode), GPU), []
+    expected = waited_for(open_loader(batches, decode))
+    loader, copies = open_loader(batches, decode), []
     with torch.cuda.stream(behind):
         for _ in range(BATCHES):
             torch.cuda._sleep(LONG)
@@ -76,7 +85,7 @@ def test_a_consumer_far_behind_reads_what_was_made_for_it(decode: str, digits_sh
 
 def test_taking_a_batch_does_not_wait_for_the_device(digits_shards: Path) -> None:
     """Guards against a synchronization in the hand-over: the stream that trains is still busy when the batch is there."""
-    loader = Loader(batches_of(digits_shards), config_of("gpu"), GPU)
+    loader = open_loader(batches_of(digits_shards), "gpu")
     next(loader)
     torch.cuda.synchronize()
     torch.cuda._sleep(20 * LONG)
@@ -127,11 +136,12 @@ def test_arrays_survive_the_copy_to_a_busy_device() -> None:
 def test_a_trial_on_a_gpu_yields_the_stream(digits_shards: Path) -> None:
     """Guards against a trial that loses or repeats a batch where the two ways of decoding are really two."""
     batches, turns = batches_of(digits_shards, AugmentConfig()), Turns(0, settling=2, measured=2)
-    open_loader = lambda numbers, decode, bad: Loader(batches, config_of(decode), GPU, start=numbers, bad=bad)  # noqa: E731
-    tried, plain = (
-        TrialLoader(batches, turns, BadSamples(batches.shards, 0), open_loader, lambda _: "cpu"),
-        Loader(batches, DataConfig(), GPU),
-    )
+
+    def open_one(numbers: Iterator[int], decode: str, bad: BadSamples) -> Loader:
+        return open_loader(batches, decode, start=numbers, bad=bad)
+
+    tried = TrialLoader(batches, turns, BadSamples(batches.shards, 0), open_one, lambda _: "cpu")
+    plain = open_loader(batches, "auto")
     for i in range(turns.total + 3):
         a, b = next(tried), next(plain)
         assert np.array_equal(a.request.index, b.request.index), i
@@ -139,8 +149,11 @@ def test_a_trial_on_a_gpu_yields_the_stream(digits_shards: Path) -> None:
     tried.close(), plain.close()
 
 
-def test_a_run_measures_once_and_keeps_its_choice(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_measures_once_and_keeps_its_choice(
+    small_run: Path, digits_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against a choice that is not made, not recorded, or made anew by every start."""
+    form_of_gpu(ShardSet(digits_shards, "train"))
     plain = launching.clean_environment
     monkeypatch.setattr(launching, "clean_environment", lambda: {**plain(), "CUDA_VISIBLE_DEVICES": "0"})
     first, second = (
@@ -148,5 +161,5 @@ def test_a_run_measures_once_and_keeps_its_choice(small_run: Path, tmp_path: Pat
         for steps in (30, 32)
     )
     assert "in turns for" in first and "from now on: a micro-batch takes" in first
-    assert "as this run has measured before" in second and "in turns for" not in second
+    assert "as this run has done before" in second and "in turns for" not in second
     assert read_weights(tmp_path / "run").state.config["data"]["decode"] in ("gpu", "cpu")

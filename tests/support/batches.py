@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.loader.batches import TrainBatches
+from pipeline.loader.probe import decoding_verdict
 from pipeline.shards.shard_set import ShardSet
 
 
@@ -31,3 +35,11 @@ def train_batches(
         data=data or DataConfig(),
         augment=augment or AugmentConfig(),
     )
+
+
+def form_of_gpu(shards: ShardSet) -> str:
+    """In which form the first GPU decodes a set; a test for a GPU that does not decode is skipped."""
+    form, reason = decoding_verdict(shards, torch.device("cuda", 0))
+    if form == "cpu":
+        pytest.skip(reason)
+    return form
