@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config import Config
+from pipeline.config import AugmentConfig, Config
 from pipeline.errors import UserError
 from pipeline.loader.batches import TrainBatches
 from pipeline.loader.loader import CPU, Loader
@@ -34,6 +34,8 @@ HEADER_ENTRY = 146  # bytes that a file's header has of each tensor, about
 _HOLD_UP_RATE = 5e9  # bytes per second of the copy to the CPU's memory for which a save holds up the training; an assumption
 _LARGEST_BATCH = 32  # images with which the loader is measured: small batches begin soon, and cost as much each
 _WARM_UP = 2  # batches
+# CPU seconds of a training image of ImageNet at 224 px, and bytes of its file (docs/results/loader.md).
+IMAGE_SECONDS, RECIPE_SECONDS, IMAGE_BYTES = 1.39e-3, 2.51e-3, 110e3
 
 
 @dataclass(frozen=True)
@@ -177,15 +179,19 @@ def plan_checkpoints(config: Config, step: TracedStep, length: Length, world_siz
 
 @dataclass(frozen=True)
 class LoaderNeed:
-    """CPU seconds of an image, decoded and augmented on the CPU; bytes of an encoded one; images measured."""
+    """What an image takes, decoded and augmented on the CPU."""
 
     cpu_seconds: float
-    bytes: float
-    images: int
+    bytes: float  # encoded
+    source: str  # of the figures
 
-    def cores(self, images_per_second: float) -> float:
-        """CPU cores, as fast as this machine's, that keep up with so many images per second."""
-        return self.cpu_seconds * images_per_second
+
+def known_loader(config: Config) -> LoaderNeed | None:
+    """What an image of ImageNet takes, by this project's measurements; None for other images."""
+    if config.model.num_classes != 1000:
+        return None
+    seconds = IMAGE_SECONDS if config.augment == AugmentConfig() else RECIPE_SECONDS
+    return LoaderNeed(seconds, IMAGE_BYTES, "of ImageNet on an EPYC (--data SHARDS measures yours)")
 
 
 def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: float = 3.0) -> LoaderNeed:
@@ -215,4 +221,5 @@ def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: flo
         spent = time.process_time() - cpu
     finally:
         loader.close()
-    return LoaderNeed(spent / (taken * batch), float(train_set.samples["bytes"].mean()), taken * batch)
+    images = taken * batch
+    return LoaderNeed(spent / images, float(train_set.samples["bytes"].mean()), f"measured here on {images:,} images")
