@@ -19,9 +19,7 @@ Rows = Iterable[tuple[str, str]]  # what it is, its value
 _BAR = 30  # characters of the largest part
 _TIMES = "\N{MULTIPLICATION SIGN}"
 # benchmarks/plan_time.py prints the tables.
-_GPU_ERROR = (
-    "10 % in the middle, up to 40 %, against published steps on five GPUs; starting kernels and network are assumptions"
-)
+_GPU_ERROR = "7 % in the middle, up to 41 %, against published training steps; starting kernels and network are assumptions"
 _CPU_ERROR = "up to 26 % against steps measured on one CPU"
 
 
