@@ -43,7 +43,7 @@ from pipeline.planning.trace import fused
 from pipeline.planning.traced_step import trace_evaluation, trace_step
 
 _RECIPE = Path("configs/pervit_t.yaml")
-_PUBLISHED = Path(__file__).parent / "results/plan_time_published.csv"
+PUBLISHED = Path(__file__).parent / "results/plan_time_published.csv"
 _FP16_FLOPS = {"v100-32g": 125e12}  # NVIDIA V100 data sheet: others trained there in fp16, which this project does not
 
 
@@ -97,7 +97,7 @@ def here(args: argparse.Namespace) -> None:
 
 def published() -> None:
     """Plan the steps that others have published, write plans and errors beside them, and print the table."""
-    with _PUBLISHED.open() as file:
+    with PUBLISHED.open() as file:
         rows = list(csv.DictReader(file))
     print("| GPU | model | images | step | form | planned, ms | measured, ms | error |\n|---|---|---|---|---|---|---|---|")
     errors = defaultdict(list)
@@ -121,7 +121,7 @@ def published() -> None:
     for gpu, found in errors.items():
         print(f"\n{gpu}: ", end="")
         _summary(found)
-    with _PUBLISHED.open("w", newline="") as file:
+    with PUBLISHED.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -123,8 +123,8 @@ def read_record(path: Path, planned: Subject) -> Measured:
         if record["format"] != _FORMAT:
             raise UserError(f"{must}, whose format is {record['format']}, not {_FORMAT}", "write it again with this version")
         device = str(record["gpu"]["name"])
-        chosen = [row for row in record["rows"] if row["stage"] == "step" and row.get("source") == "memory" and row.get("ms")]
-        steps = [step for row in chosen if (step := _recorded(path, device, row))]
+        rows = [row for row in record["rows"] if row["stage"] == "step" and row.get("source") == "memory"]
+        steps = [step for row in rows if (row.get("ms") or 0) > 0 and (step := _recorded(path, device, row))]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{must} ({type(error).__name__}: {error})", "pass another file") from None
     if not steps:
@@ -135,18 +135,13 @@ def read_record(path: Path, planned: Subject) -> Measured:
         raise UserError(
             f"--gpu-record must be of the planned kind of GPU, got {path}: {why}", "pass another record, or leave it out"
         )
-    wanted, batch, sizes = _parameters(planned.config), planned.config.train.micro_batch, dict[str, int]()
+    sizes = {config.model.name: _parameters(config) for config in (planned.config, *(step.config for step in steps))}
 
     def distance(step: Measured) -> tuple[float, ...]:
-        there, name = step.subject(planned), step.config.model.name
-        size = sizes[name] = sizes.get(name) or _parameters(step.config)
-        images = step.config.train.micro_batch / batch
-        return (
-            abs(math.log(size / wanted)),
-            there.compile != planned.compile,
-            there.stage != planned.stage,
-            abs(math.log(images)),
-        )
+        there = step.subject(planned)
+        size = sizes[step.config.model.name] / sizes[planned.config.model.name]
+        images = step.config.train.micro_batch / planned.config.train.micro_batch
+        return abs(math.log(size)), there.compile != planned.compile, there.stage != planned.stage, abs(math.log(images))
 
     return min(steps, key=distance)
 

@@ -37,7 +37,6 @@ class StepParts:
     parts: dict[str, float]  # seconds by part
     traffic: Traffic  # collectives
     flops: float  # of products, attention and convolutions on one process, without recomputation
-    compiled: bool  # parts of it run through ``torch.compile``
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Time:
         """Of a job until its first step."""
         if self.measured and self.measured.start_seconds:
             return self.measured.start_seconds
-        return START_SECONDS + (COMPILE_SECONDS if self.step.compiled else 0.0)
+        return START_SECONDS + (COMPILE_SECONDS if self.subject.compile != "off" else 0.0)
 
     @cached_property
     def run(self) -> WholeRun | None:
@@ -166,8 +165,8 @@ def rates_of(subject: Subject) -> Rates:
 
 def step_parts(subject: Subject, rates: Rates, network: float = NETWORK) -> StepParts:
     """Seconds of an optimizer step by part, from the operators of one micro-batch."""
-    accumulation, step, compiled = subject.accumulation, traced_step(subject), subject.compile != "off"
-    run = fused(step.operators, step.kept) if compiled else step.operators
+    accumulation, step = subject.accumulation, traced_step(subject)
+    run = step.operators if subject.compile == "off" else fused(step.operators, step.kept)
     busy: dict[str, float] = defaultdict(float)
     forward = 0.0
     for operator in run:
@@ -189,7 +188,7 @@ def step_parts(subject: Subject, rates: Rates, network: float = NETWORK) -> Step
     parts |= {RECOMPUTED: accumulation * recomputed, TEACHER: accumulation * teaching, LAUNCHES: accumulation * waiting}
     parts |= {OPTIMIZER: _optimizer_seconds(subject, step, rates), NETWORKED: sent.exposed}
     flops = accumulation * sum(operator.flops for operator in run if not operator.recomputed)
-    return StepParts(parts, sent, flops, compiled)
+    return StepParts(parts, sent, flops)
 
 
 def _optimizer_seconds(subject: Subject, step: TracedStep, rates: Rates) -> float:
