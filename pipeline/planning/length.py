@@ -31,7 +31,6 @@ _KNOWN_SETS = {
 SIGNAL_SECONDS = 300  # of a job's end that the job scripts keep for the last checkpoint (--signal=USR1@300)
 _FLOAT = 4  # bytes
 HEADER_ENTRY = 146  # bytes that a file's header has of each tensor, about
-_HOLD_UP_RATE = 5e9  # bytes per second of the copy to the CPU's memory for which a save holds up the training; an assumption
 _LARGEST_BATCH = 32  # images with which the loader is measured: small batches begin soon, and cost as much each
 _WARM_UP = 2  # batches
 # CPU seconds of a training image of ImageNet at 224 px, and bytes of its file (docs/results/loader.md).
@@ -157,12 +156,6 @@ class Checkpoints:
     size: int  # of one checkpoint, the parts of all processes together
     part: int  # of one process
     kept: int  # that lie on the disk at the end, the best one included
-    written: int  # at most, over the whole run: an evaluation that is the best so far adds one
-
-    @property
-    def hold_up(self) -> float:
-        """Seconds for which a save holds up the training: one copy in memory; writing goes on beside it."""
-        return self.part / _HOLD_UP_RATE
 
 
 def plan_checkpoints(config: Config, step: TracedStep, length: Length, world_size: int) -> Checkpoints:
@@ -173,8 +166,7 @@ def plan_checkpoints(config: Config, step: TracedStep, length: Length, world_siz
     size = _FLOAT * numbers + step.buffers + headers
     by_multiple = length.steps // chosen.keep_every_steps if chosen.keep_every_steps else 0
     kept = min(chosen.keep_last, length.saves) + int(chosen.keep_best) + by_multiple
-    written = length.saves + (length.evaluations if chosen.keep_best else 0)
-    return Checkpoints(size, math.ceil(size / world_size), kept, written)
+    return Checkpoints(size, math.ceil(size / world_size), kept)
 
 
 @dataclass(frozen=True)

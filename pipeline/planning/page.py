@@ -189,14 +189,18 @@ def _bound(time: Time) -> str:
     """What a step waits for: computing, or images from the CPU."""
     if time.cores is None:
         return "compute, if the loader keeps up, which is not known: --data SHARDS measures it"
-    needed = f"{math.ceil(time.cores):,} CPU cores per node"
+    needed, subject = math.ceil(time.cores), time.subject
     if time.loader_rate is None:
-        unless = "the GPU decodes" if time.cpus else "--cpus N says how many there are"
-        return f"compute, if images arrive: on the CPU that takes {needed}; {unless}"
-    rates = f"{time.cpus:,} CPU cores per node load {time.loader_rate:,.0f} images/s"
+        decoded = (
+            "fewer as the GPU decodes"
+            if subject.gpu and subject.config.data.decode == "gpu"
+            else "--cpus N says if they are there"
+        )
+        return f"compute, if images arrive, which takes {needed:,} CPU cores per node: {decoded}"
+    rate = f"{time.cpus:,} CPU cores per node load {time.loader_rate:,.0f} images/s"
     if time.bound_by_loader:
-        return f"the loader: {rates}, {time.compute_rate:,.0f} take {needed}"
-    return f"compute: {rates}, {needed} are enough"
+        return f"the loader: {rate}; {time.compute_rate:,.0f} are computed, for which {needed:,} cores are needed"
+    return f"compute: {rate}, and {needed:,} are enough"
 
 
 def _run(time: Time) -> Rows:
@@ -234,8 +238,7 @@ def _storage(time: Time) -> Rows:
         yield "gradients", f"{sent}, {duration(time.step.traffic.total)} of the links' time{between}"
     if time.run:
         saved = time.run.checkpoints
-        each = f"{size(saved.part)} from each process, which it holds up for {duration(saved.hold_up)}"
-        yield "checkpoint", f"{size(saved.size)}, {each}"
+        yield "checkpoint", f"{size(saved.size)}, {size(saved.part)} from each process"
         best = " and one for each best accuracy" if subject.config.checkpoint.keep_best else ""
         yield "checkpoints", f"{saved.kept} kept, {size(saved.kept * saved.size)}; {time.run.length.saves:,} written{best}"
 

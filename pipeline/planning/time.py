@@ -138,7 +138,7 @@ class Time:
         config, world = self.subject.config, self.subject.world_size
         length, evaluation = length_of(config, self.images), self._evaluation_seconds(self.images)
         saved = plan_checkpoints(config, traced_step(self.subject), length, world)
-        seconds = length.steps * self.step_seconds + length.evaluations * evaluation + saved.written * saved.hold_up
+        seconds = length.steps * self.step_seconds + length.evaluations * evaluation
         jobs = None if self.time_limit is None else jobs_within(seconds, self.time_limit, self.start_seconds)
         hours = (seconds + (jobs or 1) * self.start_seconds) / 3600
         cost = None if self.price is None else hours * world * self.price

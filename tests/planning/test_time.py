@@ -105,7 +105,7 @@ def test_the_slower_of_computing_and_loading_counts() -> None:
     unknown = planned(run, loader=need)
     assert unknown.run and unknown.run.hours == free.run.hours and unknown.cores
     assert unknown.cores == pytest.approx(4 + free.images_per_second / 2 * need.cpu_seconds)
-    assert f"that takes {math.ceil(unknown.cores):,} CPU cores per node; --cpus N" in words(unknown)
+    assert f"which takes {math.ceil(unknown.cores):,} CPU cores per node: --cpus N says" in words(unknown)
     enough = planned(run, loader=need, cpus=math.ceil(unknown.cores))
     assert enough.step_seconds == free.step_seconds and WAITING not in enough.parts and "are enough" in words(enough)
     few = planned(run, loader=need, cpus=12, price=1.0)
@@ -117,7 +117,7 @@ def test_the_slower_of_computing_and_loading_counts() -> None:
     assert figures["bound_by"] == "loader" and figures["images_per_second"] == few.loader_rate
     assert figures["loader"] == {"images_per_second": few.loader_rate, "cpu_cores": 12, "cpu_cores_needed": unknown.cores}
     on_gpu = planned(subject("data.decode=gpu", nodes=2, gpus=4), loader=need, cpus=12)
-    assert on_gpu.step_seconds == free.step_seconds and "the GPU decodes" in words(on_gpu)
+    assert on_gpu.step_seconds == free.step_seconds and "fewer as the GPU decodes" in words(on_gpu)
 
 
 def words(time: Time) -> str:
