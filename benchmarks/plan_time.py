@@ -5,17 +5,22 @@
 
 A step on this machine's CPU, with and without activation checkpointing: the plan measures the machine for two seconds and counts the
 rest; the measurement is a training step through DeepSpeed's engine. Both in CPU time of one thread, so that other users of the machine
-matter little, in turns, the least of several rounds. ``--published`` compares the plan for two GPUs with step times that others have
-measured.
+matter little, in turns, the least of several rounds. ``--published`` compares plans for GPUs with step times that others have published
+(``benchmarks/results/plan_time_published.csv``, whose plans and errors it writes again).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import math
 import statistics
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,26 +35,16 @@ from pipeline.command_line import run_command
 from pipeline.config import Config, load_config
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS
+from pipeline.planning import time as time_of_plan
 from pipeline.planning.memory import Subject
 from pipeline.planning.rates import GpuRates, measure_cpu
-from pipeline.planning.time import step_parts
+from pipeline.planning.time import OPTIMIZER, step_parts
 from pipeline.planning.trace import fused
-from pipeline.planning.traced_step import Layout, trace_evaluation, trace_step
+from pipeline.planning.traced_step import trace_evaluation, trace_step
 
 _RECIPE = Path("configs/pervit_t.yaml")
-# Milliseconds of a step by timm (github.com/huggingface/pytorch-image-models, results/), mixed precision, 224 px: training on an RTX
-# 3090 (benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv; attention written out, SGD), inference of 1,024 images on an RTX 4090
-# (benchmark-infer-amp-nchw-pt291-cu128-4090.csv, and -dynamo.csv with torch.compile). Models whose form there is that of ours.
-_TRAINING = {
-    "deit_t": (512, 222.7), "deit_s": (384, 363.6), "deit_b": (192, 490.3),
-    "deit3_s": (384, 392.0), "deit3_b": (192, 515.5), "gmlp_s": (192, 299.0),
-}  # fmt: skip
-_INFERENCE = {
-    "deit_t": (55.2, 43.6), "deit_s": (124.8, 104.7), "deit_b": (342.5, 304.2),
-    "deit3_s": (141.9, 104.6), "deit3_b": (375.8, 308.4), "gmlp_s": (357.0, 135.1),
-}  # fmt: skip
-_INFERENCE_BATCH = 1024
-_ONE_GPU = Layout(world_size=1, stage=0, accumulates=False, on_gpu=True, kernels=True)
+PUBLISHED = Path(__file__).parent / "results/plan_time_published.csv"
+_FP16_FLOPS = {"v100-32g": 125e12}  # NVIDIA V100 data sheet: others trained there in fp16, which this project does not
 
 
 def main() -> None:
@@ -59,9 +54,7 @@ def main() -> None:
     parser.add_argument("--precisions", default="fp32", help="default: %(default)s")
     parser.add_argument("--image-size", type=int, default=224, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument(
-        "--published", action="store_true", help="the plan for GPUs against published step times, nothing is run"
-    )
+    parser.add_argument("--published", action="store_true", help="plans for GPUs against published step times, nothing is run")
     args = parser.parse_args()
     if args.rounds < 1:
         raise UserError(f"--rounds must be at least 1, got {args.rounds}", "pass another number")
@@ -103,32 +96,59 @@ def here(args: argparse.Namespace) -> None:
 
 
 def published() -> None:
-    """Print the plan for two GPUs beside step times that timm has measured."""
-    print("| model | step | planned, ms | measured by timm, ms | error |\n|---|---|---|---|---|")
-    errors = []
-    for name, (batch, took) in _TRAINING.items():
-        with patch.object(F, "scaled_dot_product_attention", _attention_written_out):
-            step = trace_step(_config(name, batch, "bf16"), _ONE_GPU)
-        seconds = sum(map(GpuRates(GPUS["rtx3090-24g"]).seconds, step.operators))
-        errors.append(_row(name, f"training, {batch} images, RTX 3090", seconds, took))
-    rates = GpuRates(GPUS["rtx4090-24g"])
-    for name, (eager, compiled) in _INFERENCE.items():
-        step = trace_evaluation(_config(name, _INFERENCE_BATCH, "bf16"), _ONE_GPU)
-        errors.append(_row(name, "inference, RTX 4090", sum(map(rates.seconds, step.operators)), eager))
-        seconds = sum(map(rates.seconds, fused(step.operators, step.kept)))
-        errors.append(_row(name, "inference, RTX 4090, compiled", seconds, compiled))
-    _summary(errors)
+    """Plan the steps that others have published, write plans and errors beside them, and print the table."""
+    with PUBLISHED.open() as file:
+        rows = list(csv.DictReader(file))
+    print("| GPU | model | images | step | form | planned, ms | measured, ms | error |\n|---|---|---|---|---|---|---|---|")
+    errors = defaultdict(list)
+    for row in rows:
+        planned, measured = 1e3 * planned_seconds(row), float(row["measured_ms"])
+        error = planned / measured - 1
+        row |= {"planned_ms": f"{planned:.1f}", "error_percent": f"{100 * error:+.0f}"}
+        step = row["step"] if row["gpus"] == "1" else f"{row['step']}, {row['gpus']} GPUs"
+        cells = (
+            row["gpu"],
+            row["model"],
+            row["images"],
+            step,
+            row["form"],
+            f"{planned:.1f}",
+            row["measured_ms"],
+            f"{error:+.0%}",
+        )
+        print(f"| {' | '.join(cells)} |", flush=True)
+        errors[row["gpu"]].append(error)
+    for gpu, found in errors.items():
+        print(f"\n{gpu}: ", end="")
+        _summary(found)
+    with PUBLISHED.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
-def _attention_written_out(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    scores = q @ k.transpose(-1, -2) * scale
+def planned_seconds(row: Mapping[str, str]) -> float:
+    """Seconds of the step that a row of ``plan_time_published.csv`` describes; its model of timm requires the extra `timm`."""
+    form, gpu = set(row["form"].split(", ")), GPUS[row["gpu"]]
+    if "fp16" in form:
+        gpu = replace(gpu, bf16_flops=_FP16_FLOPS[row["gpu"]])
+    sizes = (f"train.global_batch_size={int(row['images']) * int(row['gpus'])}", "train.zero_stage=0")
+    compiled = f"train.compile={'blocks' if 'compiled' in form else 'off'}"
+    subject = Subject(_config(row["model"], int(row["images"]), "bf16", overrides=(*sizes, compiled)), 1, int(row["gpus"]), gpu)
+    rates, written_out = GpuRates(gpu), patch.object(F, "scaled_dot_product_attention", _attention_written_out)
+    with written_out if "attention written out" in form else nullcontext():
+        if row["step"] == "inference":
+            step = trace_evaluation(subject.config, subject.layout)
+            operators = fused(step.operators, step.kept) if "compiled" in form else step.operators
+            return sum(map(rates.seconds, operators))
+        with patch.object(time_of_plan, "traced_step", lambda subject: trace_step(subject.config, subject.layout)):
+            parts = step_parts(subject, rates).parts
+    return sum(seconds for name, seconds in parts.items() if name != OPTIMIZER or "no optimizer" not in form)
+
+
+def _attention_written_out(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_: object) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ v
-
-
-def _row(name: str, what: str, planned: float, measured: float) -> float:
-    error = 1e3 * planned / measured - 1
-    print(f"| {name} | {what} | {1e3 * planned:.0f} | {measured:.0f} | {error:+.0%} |")
-    return error
 
 
 def _summary(errors: list[float]) -> None:
@@ -137,8 +157,10 @@ def _summary(errors: list[float]) -> None:
     )
 
 
-def _config(name: str, batch: int, precision: str, checkpointing: bool = False, image_size: int = 224) -> Config:
-    overrides = [
+def _config(
+    name: str, batch: int, precision: str, checkpointing: bool = False, image_size: int = 224, overrides: Sequence[str] = ()
+) -> Config:
+    mine = [
         f"model.name={name}",
         f"model.image_size={image_size}",
         f"train.precision={precision}",
@@ -149,7 +171,7 @@ def _config(name: str, batch: int, precision: str, checkpointing: bool = False, 
         "augment.mixup=0",
         "augment.cutmix=0",
     ]
-    return load_config(_RECIPE, overrides)
+    return load_config(_RECIPE, [*mine, *overrides])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from pipeline.planning.length import IMAGE_BYTES, RECIPE_SECONDS  # measured: docs/results/loader.md
+
 # Measured here (docs/results/).
-CPU_MS = {"crop and flip": 1.39, "whole recipe": 2.51}  # an image of ImageNet, decoded on a CPU: "Loader"
 TABLE_BYTES = 32  # of the index, a sample: pipeline/shards/manifest.py
 PARAMETERS, BYTES_PER_PARAMETER = 43.7e6, 12  # PerViT-M; weights and AdamW's moments in fp32: 525 MB, "Checkpoints"
 OPENS_PER_RANK = 20  # of a checkpoint's files at a start: "A checkpoint of many ranks"
@@ -34,7 +35,7 @@ class Data:
 
 
 DATA = (
-    Data("ImageNet-1k", 1_281_167, 110e3, 300),  # 140 GB; the recipe's length
+    Data("ImageNet-1k", 1_281_167, IMAGE_BYTES, 300),  # 140 GB; the recipe's length
     Data("ImageNet-21k", 14_197_122, 92e3, 90),  # 1.3 TB (Deng et al., 2009; the full release); a usual length of pre-training
 )
 
@@ -63,7 +64,7 @@ def main() -> None:
             add("all epochs, days", f"{days:.2f}")
             add("global batch", f"{gpus * BATCH_PER_GPU:,}")
             add("images/s, all GPUs", f"{everything:,.0f}")
-            add("CPU cores per GPU, decoding there, whole recipe", f"{pace * CPU_MS['whole recipe'] / 1000:.1f}")
+            add("CPU cores per GPU, decoding there, whole recipe", f"{pace * RECIPE_SECONDS:.1f}")
             add("read from storage or caches, GB/s", f"{everything * data.bytes / 1e9:.2f}")
             add("read per node, GB/s", f"{everything * data.bytes / nodes / 1e9:.2f}")
             add("requests/s to a store, order full", f"{everything:,.0f}")

@@ -6,8 +6,8 @@
 #   bash launch/train.slurm configs/convit_s.yaml --plan --nodes 2 --gpu a100-80g train.micro_batch_size=64
 #   sbatch --nodes=2 launch/pervit_m.slurm --plan train.micro_batch_size=64
 #
-# Nodes, processes and time limit are those of the job; outside of a job, those of the script's #SBATCH lines. Options given here
-# win. What is planned is what the training would be given: the same config, PERVIT_DATA, PERVIT_OUTPUT and words.
+# Nodes, processes, CPU cores and time limit are those of the job; outside of a job, those of the script's #SBATCH lines. Options given
+# here win. What is planned is what the training would be given: the same config, PERVIT_DATA, PERVIT_OUTPUT and words.
 
 case ${1:-} in -h | --help) sed -n '1,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;; esac
 
@@ -28,6 +28,7 @@ fi
 plan=(--config "$config" --nodes "${nodes:-1}" --gpus-per-node "${processes:-1}")
 [ -z "$limit" ] || plan+=(--time-limit "$limit")
 [ "${gpus##*:}" != 0 ] || plan+=(--gpu cpu)
+[ -z "${SLURM_CPUS_ON_NODE:-}" ] || plan+=(--cpus "$SLURM_CPUS_ON_NODE")
 if [ -z "${SLURM_JOB_ID:-}" ] && [ "${PERVIT_OUTPUT:-}" = runs/ ]; then PERVIT_OUTPUT=runs/$(asked job-name); fi
 plan+=(${PERVIT_DATA:+"data.path=$PERVIT_DATA"} ${PERVIT_OUTPUT:+"output_dir=$PERVIT_OUTPUT"})
 for word in "$@"; do [ "$word" = --plan ] || plan+=("$word"); done

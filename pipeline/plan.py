@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,8 @@ from pipeline.stores.place import place_argument
 from pipeline.terminal import Stage, fitted
 
 if TYPE_CHECKING:
+    from pipeline.planning.measured import Measured
     from pipeline.planning.memory import Subject
-    from pipeline.planning.time import Measured
 
 _EPILOG = """The exit code is 0 if the run fits into the GPUs' memory, 1 if it does not. The configs of configs/ are known by their names."""
 CPU = "cpu"  # --gpu for processes without one
@@ -34,8 +35,8 @@ CPU = "cpu"  # --gpu for processes without one
 
 def subject_of(args: argparse.Namespace) -> Subject:
     """What the command line asks about."""
-    for option, count in {"--nodes": args.nodes, "--gpus-per-node": args.gpus_per_node}.items():
-        if count < 1:
+    for option, count in {"--nodes": args.nodes, "--gpus-per-node": args.gpus_per_node, "--cpus": args.cpus}.items():
+        if count is not None and count < 1:
             raise UserError(f"{option} must be at least 1, got {count}", "correct it")
     gpu = None if args.gpu == CPU else hardware.gpu_named(args.gpu)
     from pipeline.config import load_config
@@ -57,15 +58,19 @@ def subject_of(args: argparse.Namespace) -> Subject:
     return Subject(config, args.nodes, args.gpus_per_node, gpu)
 
 
-def earlier_run(given: Path | None, subject: Subject) -> tuple[Measured | None, str | None]:
-    """The run whose steps replace the model of time: ``--measured``, else what lies in the run's own folder.
+def earlier_run(given: Path | None, subject: Subject, record: Path | None = None) -> tuple[Measured | None, str | None]:
+    """What replaces the model of time: ``--measured``, ``--gpu-record``, else the run that lies in the run's own folder.
 
     Returns:
         None where there is none that fits, which is an error of ``--measured``; and why the one in the run's own folder does not.
     """
-    from pipeline.planning.time import difference, read_measured
+    from pipeline.planning.measured import difference, read_measured, read_record
     from pipeline.runs.folder import is_run
 
+    if record and given:
+        raise UserError(f"--gpu-record cannot stand beside --measured {given}, got {record}", "remove one of them")
+    if record:
+        return read_record(record, subject), None
     path = given or Path(subject.config.output_dir)
     if given is None and not is_run(path):
         return None, None
@@ -92,6 +97,8 @@ def main() -> int:
     add("--gpus-per-node", type=int, default=1, help="one process for each; default: %(default)s")
     add("--gpu", default=hardware.DEFAULT_GPU, help=f"{', '.join(hardware.GPUS)}, or {CPU}; default: %(default)s")
     add("--micro-batch", type=int, metavar="N", help="images per forward pass and GPU, instead of the config's")
+    cores = f"CPU cores of a node, which bound the loader; default: with --gpu {CPU} this machine's, else not known"
+    add("--cpus", type=int, metavar="N", help=cores)
     add("--data", type=place_argument, metavar="SHARDS", help="measure the loader on this shard set, a folder or a URL")
     add("--time-limit", metavar="TIME", help="of each Slurm job, as sbatch takes it: 24:00:00 or 3-00:00:00")
     add("--price", type=float, metavar="P", help="price of one GPU for an hour, in any currency")
@@ -99,6 +106,8 @@ def main() -> int:
     add("--network", type=float, default=hardware.NETWORK / 1e9, metavar="GB/s", help=network)
     measured = "run folder whose measured steps replace the estimate; default: output_dir, if it holds a comparable run"
     add("--measured", type=Path, metavar="RUN", help=measured)
+    record = "measured steps of the GPU, by make gpu-check: the most similar one scales the estimate"
+    add("--gpu-record", type=Path, metavar="FILE", help=record)
     add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_intermixed_args()
     if args.price is not None and not (math.isfinite(args.price) and args.price >= 0):
@@ -118,21 +127,22 @@ def main() -> int:
 
     with Stage("loading PyTorch and DeepSpeed"):
         from pipeline.planning import page
-        from pipeline.planning.length import count_images, measure_loader, parse_time_limit
+        from pipeline.planning.length import count_images, known_loader, measure_loader, parse_time_limit
         from pipeline.planning.memory import plan_memory, settled
         from pipeline.planning.time import Time, rates_of
 
     limit = None if args.time_limit is None else parse_time_limit(args.time_limit)
     subject = settled(subject)
     # First what may be wrong with the arguments, which takes no time.
-    run, passed_over = earlier_run(args.measured, subject)
+    run, passed_over = earlier_run(args.measured, subject, args.gpu_record)
     images = count_images(subject.config, args.data)
     with Stage(f"tracing a step of {subject.config.model.name}"):
         memory = plan_memory(subject)
     with Stage("measuring how fast images are read"):
-        loader = measure_loader(subject.config, args.data) if args.data else None
+        loader = measure_loader(subject.config, args.data) if args.data else known_loader(subject.config)
+    cpus = args.cpus or (None if subject.gpu else len(os.sched_getaffinity(0)))
     with Stage("estimating time"):
-        time = Time(subject, rates_of(subject), images, 1e9 * args.network, limit, args.price, loader, run)
+        time = Time(subject, rates_of(subject), images, 1e9 * args.network, limit, args.price, loader, cpus, run)
     with Stage("looking for what fits better"):
         text = page.text(subject, memory, time, passed_over)
     print(fitted(text, sys.stdout))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config import Config
+from pipeline.config import AugmentConfig, Config
 from pipeline.errors import UserError
 from pipeline.loader.batches import TrainBatches
 from pipeline.loader.loader import CPU, Loader
@@ -31,9 +31,10 @@ _KNOWN_SETS = {
 SIGNAL_SECONDS = 300  # of a job's end that the job scripts keep for the last checkpoint (--signal=USR1@300)
 _FLOAT = 4  # bytes
 HEADER_ENTRY = 146  # bytes that a file's header has of each tensor, about
-_HOLD_UP_RATE = 5e9  # bytes per second of the copy to the CPU's memory for which a save holds up the training; an assumption
 _LARGEST_BATCH = 32  # images with which the loader is measured: small batches begin soon, and cost as much each
 _WARM_UP = 2  # batches
+# CPU seconds of a training image of ImageNet at 224 px, and bytes of its file (docs/results/loader.md).
+IMAGE_SECONDS, RECIPE_SECONDS, IMAGE_BYTES = 1.39e-3, 2.51e-3, 110e3
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,6 @@ class Checkpoints:
     size: int  # of one checkpoint, the parts of all processes together
     part: int  # of one process
     kept: int  # that lie on the disk at the end, the best one included
-    written: int  # at most, over the whole run: an evaluation that is the best so far adds one
-
-    @property
-    def hold_up(self) -> float:
-        """Seconds for which a save holds up the training: one copy in memory; writing goes on beside it."""
-        return self.part / _HOLD_UP_RATE
 
 
 def plan_checkpoints(config: Config, step: TracedStep, length: Length, world_size: int) -> Checkpoints:
@@ -171,21 +166,24 @@ def plan_checkpoints(config: Config, step: TracedStep, length: Length, world_siz
     size = _FLOAT * numbers + step.buffers + headers
     by_multiple = length.steps // chosen.keep_every_steps if chosen.keep_every_steps else 0
     kept = min(chosen.keep_last, length.saves) + int(chosen.keep_best) + by_multiple
-    written = length.saves + (length.evaluations if chosen.keep_best else 0)
-    return Checkpoints(size, math.ceil(size / world_size), kept, written)
+    return Checkpoints(size, math.ceil(size / world_size), kept)
 
 
 @dataclass(frozen=True)
 class LoaderNeed:
-    """CPU seconds of an image, decoded and augmented on the CPU; bytes of an encoded one; images measured."""
+    """What an image takes, decoded and augmented on the CPU."""
 
     cpu_seconds: float
-    bytes: float
-    images: int
+    bytes: float  # encoded
+    source: str  # of the figures
 
-    def cores(self, images_per_second: float) -> float:
-        """CPU cores, as fast as this machine's, that keep up with so many images per second."""
-        return self.cpu_seconds * images_per_second
+
+def known_loader(config: Config) -> LoaderNeed | None:
+    """What an image of ImageNet takes, by this project's measurements; None for other images."""
+    if config.model.num_classes != 1000:
+        return None
+    seconds = IMAGE_SECONDS if config.augment == AugmentConfig() else RECIPE_SECONDS
+    return LoaderNeed(seconds, IMAGE_BYTES, "of ImageNet on an EPYC (--data SHARDS measures yours)")
 
 
 def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: float = 3.0) -> LoaderNeed:
@@ -215,4 +213,5 @@ def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: flo
         spent = time.process_time() - cpu
     finally:
         loader.close()
-    return LoaderNeed(spent / (taken * batch), float(train_set.samples["bytes"].mean()), taken * batch)
+    images = taken * batch
+    return LoaderNeed(spent / images, float(train_set.samples["bytes"].mean()), f"measured here on {images:,} images")

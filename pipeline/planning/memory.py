@@ -61,6 +61,12 @@ class Subject:
         return zero_stage(self.config, self.world_size)
 
     @property
+    def compile(self) -> str:
+        """What ``train.compile`` is there, as :mod:`pipeline.training.compiling` chooses."""
+        asked = self.config.train.compile
+        return asked if asked != AUTO else "blocks" if self.gpu and self.stage < 3 else "off"
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches of a step. Raises UserError: the batch sizes do not divide."""
         return accumulation_steps(self.config.train, self.world_size, self.config.augment.unit)
@@ -122,7 +128,7 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
         parts[CONTEXT] = _CONTEXT
         parts[NCCL] = _NCCL if subject.world_size > 1 else 0
         parts[FRAGMENTS] = int(_FRAGMENTS * traced.total())
-        if config.train.compile != "off" and subject.stage < 3:
+        if subject.compile != "off":
             remarks.append("train.compile is not in the figures: compiled blocks keep as much or less")
     capacity = subject.gpu.memory if subject.gpu else _cpu_memory() // subject.gpus_per_node
     return Memory(dict((+parts).most_common()), capacity, in_evaluation, remarks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,7 @@ Rows = Iterable[tuple[str, str]]  # what it is, its value
 _BAR = 30  # characters of the largest part
 _TIMES = "\N{MULTIPLICATION SIGN}"
 # benchmarks/plan_time.py prints the tables.
-_GPU_ERROR = (
-    "up to 30 % against published steps on two GPUs; starting kernels, engine and network are assumptions, not compared yet"
-)
+_GPU_ERROR = "7 % in the middle, up to 41 %, against published training steps; starting kernels and network are assumptions"
 _CPU_ERROR = "up to 26 % against steps measured on one CPU"
 
 
@@ -56,6 +55,8 @@ def figures(subject: Subject, memory: Memory, time: Time) -> dict[str, Any]:
         "largest_micro_batch": largest_micro_batch(subject),
         "step_seconds": time.step_seconds,
         "images_per_second": time.images_per_second,
+        "bound_by": "loader" if time.bound_by_loader else "compute",
+        "loader": {"images_per_second": time.loader_rate, "cpu_cores": time.cpus, "cpu_cores_needed": time.cores},
         "hours": time.run.hours if time.run else None,
         "gpu_hours": time.run.gpu_hours if time.run else None,
     }
@@ -168,12 +169,13 @@ def _step(time: Time) -> Rows:
             yield name, f"{duration(seconds):>9}  {seconds / step:4.0%}"
     per_process = f", {time.images_per_second / world:,.0f} per process" if world > 1 else ""
     yield "together", f"{duration(step):>9}  {time.images_per_second:,.0f} images/s{per_process}"
+    yield "bound by", _bound(time)
     if gpu:
         precision, rate = time.subject.precision, time.step.flops / step
         peak = gpu.bf16_flops if precision == "bf16" and gpu.bf16_flops else gpu.fp32_flops
         yield "model FLOPs", f"{rate / 1e12:.0f} TFLOP/s per GPU, {rate / peak:.0%} of its {precision} peak"
     if measured:
-        layout = f"{measured.steps:,} steps on {counted(measured.world_size, 'process')}"
+        layout = measured.case or f"{measured.steps:,} steps on {counted(measured.world_size, 'process')}"
         scaled = f"{time.ratio:.2f} times what the rates give; all parts are scaled by that"
         yield "measured", f"{measured.source}, {layout}: {duration(measured.step_seconds)} a step, {scaled}"
         if measured.data_wait > 0.02:
@@ -181,6 +183,24 @@ def _step(time: Time) -> Rows:
     yield "rates", time.rates.source
     if not measured:
         yield "error", _GPU_ERROR if gpu else _CPU_ERROR
+
+
+def _bound(time: Time) -> str:
+    """What a step waits for: computing, or images from the CPU."""
+    if time.cores is None:
+        return "compute, if the loader keeps up, which is not known: --data SHARDS measures it"
+    needed, subject = math.ceil(time.cores), time.subject
+    if time.loader_rate is None:
+        decoded = (
+            "fewer as the GPU decodes"
+            if subject.gpu and subject.config.data.decode == "gpu"
+            else "--cpus N says if they are there"
+        )
+        return f"compute, if images arrive, which takes {needed:,} CPU cores per node: {decoded}"
+    rate = f"{time.cpus:,} CPU cores per node load {time.loader_rate:,.0f} images/s"
+    if time.bound_by_loader:
+        return f"the loader: {rate}; {time.compute_rate:,.0f} are computed, for which {needed:,} cores are needed"
+    return f"compute: {rate}, and {needed:,} are enough"
 
 
 def _run(time: Time) -> Rows:
@@ -204,13 +224,11 @@ def _run(time: Time) -> Rows:
 
 def _storage(time: Time) -> Rows:
     subject, need = time.subject, time.loader
-    per_process = time.images_per_second / subject.world_size
     if need:
-        measured = f"{1e3 * need.cpu_seconds:.1f} ms of CPU time per image, measured here on {need.images:,} images"
-        yield "loader", f"{need.cores(per_process):.1f} CPU cores per process to keep up ({measured})"
+        yield "loader", f"{1e3 * need.cpu_seconds:.1f} ms of CPU time per image, {need.source}; and a core for each process"
         if subject.gpu and subject.config.data.decode != "cpu":
             yield "", "fewer where the GPU decodes (data.decode=gpu), which takes of its time"
-        rate = size(need.bytes * per_process * subject.gpus_per_node)
+        rate = size(need.bytes * time.images_per_second / subject.nodes)
         yield "reading", f"{rate}/s on each node, {size(need.bytes)} per image; less where the page cache holds it"
     else:
         yield "loader", "not measured: --data SHARDS measures it on the shards for a few seconds"
@@ -220,8 +238,7 @@ def _storage(time: Time) -> Rows:
         yield "gradients", f"{sent}, {duration(time.step.traffic.total)} of the links' time{between}"
     if time.run:
         saved = time.run.checkpoints
-        each = f"{size(saved.part)} from each process, which it holds up for {duration(saved.hold_up)}"
-        yield "checkpoint", f"{size(saved.size)}, {each}"
+        yield "checkpoint", f"{size(saved.size)}, {size(saved.part)} from each process"
         best = " and one for each best accuracy" if subject.config.checkpoint.keep_best else ""
         yield "checkpoints", f"{saved.kept} kept, {size(saved.kept * saved.size)}; {time.run.length.saves:,} written{best}"
 

@@ -24,10 +24,13 @@ from pipeline.hardware import Gpu
 from pipeline.optim.engine import REDUCE_BUCKET
 from pipeline.planning.trace import ATTENTION, CONVOLUTION, MAP, NARROW, PRODUCT, TRANSCENDENTAL, Operator
 
-# Shares of a data sheet's figures that kernels reach. Of products and bandwidth they fit the step times that timm publishes for an
-# RTX 3090 and an RTX 4090 (benchmarks/plan_time.py compares them); the others are assumptions, as no GPU has run this project yet.
-GPU_SHARES = {PRODUCT: 0.80, ATTENTION: 0.25, CONVOLUTION: 0.40, NARROW: 0.05}
-_HOPPER_PRODUCTS = 0.65  # their clock falls under load, as vendors' and users' figures of large products show; an assumption
+# Shares of a data sheet's figures that kernels reach. They fit the steps that others have published for five GPUs
+# (benchmarks/results/plan_time_published.csv); the share of depthwise convolutions is an assumption.
+_SHARES = {PRODUCT: 0.55, ATTENTION: 0.25, CONVOLUTION: 0.60, NARROW: 0.05}
+# Cards for games clock higher than their data sheets say; Hopper and Blackwell lower under load, and their matrix units are too
+# fast for products of a vision model's widths. The first letters of their names:
+_PRODUCTS = {"rtx": 1.0, "h": 0.45, "b": 0.45}
+_SINGLE = 0.80  # of products outside of the matrix units, in float32; an assumption
 _SHORTEST_KERNEL = 2e-6  # seconds
 _NUMBER = 4  # bytes: gradients and weights travel in float32 (pipeline.optim.engine)
 _BUCKET = _NUMBER * REDUCE_BUCKET
@@ -48,12 +51,13 @@ class GpuRates:
 
     gpu: Gpu
     host = 8e-6  # seconds of the CPU to start an operator, by PyTorch without CUDA graphs; an assumption
-    bandwidth_share = 0.90
+    bandwidth_share = 0.75
 
     @property
     def shares(self) -> dict[str, float]:
         """Of the data sheet's operations per second, by kind of operator."""
-        return {**GPU_SHARES, PRODUCT: _HOPPER_PRODUCTS} if self.gpu.name.startswith(("h100", "h200")) else GPU_SHARES
+        product = next((share for letters, share in _PRODUCTS.items() if self.gpu.name.startswith(letters)), _SHARES[PRODUCT])
+        return {**_SHARES, PRODUCT: product}
 
     @property
     def source(self) -> str:
@@ -76,7 +80,8 @@ class GpuRates:
                 f"train.precision=bf16 requires a GPU with bf16, got {self.gpu.name}",
                 "set train.precision=fp32, or choose another GPU",
             )
-        return max(operator.flops / (peak * self.shares[operator.kind]), least)
+        share = self.shares[operator.kind] if half or operator.kind != PRODUCT else _SINGLE
+        return max(operator.flops / (peak * share), least)
 
 
 @dataclass(frozen=True)

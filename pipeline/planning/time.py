@@ -1,6 +1,6 @@
 """Plan the time of a run: a step by its parts, images per second, hours, Slurm jobs, GPU hours, money.
 
-The figures of an earlier run replace those of the model of a step.
+The figures of an earlier run replace those of the model of a step, and the loader bounds it by the CPU cores that a node has.
 """
 
 from __future__ import annotations
@@ -9,52 +9,25 @@ import os
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from statistics import median
 
-import numpy as np
 import torch
 
-from pipeline.config import Config
-from pipeline.errors import UserError
-from pipeline.hardware import NETWORK, gpu_of_driver
+from pipeline.hardware import NETWORK
 from pipeline.planning.length import Checkpoints, Images, Length, LoaderNeed, jobs_within, length_of, plan_checkpoints
+from pipeline.planning.measured import Measured
 from pipeline.planning.memory import Subject, traced_evaluation, traced_step
 from pipeline.planning.rates import CPU_LINK, GpuRates, Links, Rates, Traffic, measure_cpu, traffic
 from pipeline.planning.trace import KINDS, PRODUCT, Operator, fused
 from pipeline.planning.traced_step import TEACHER, TracedStep
-from pipeline.runs import METRICS
-from pipeline.runs.folder import read_run, starts_of
 
 RECOMPUTED, LAUNCHES = "recomputation", "starting kernels, engine"
 OPTIMIZER, NETWORKED = "optimizer and averages", "gradients over the network"
+WAITING = "waiting for images"
 START_SECONDS = 60.0  # of a job until its first step: libraries, data, NCCL; an assumption
 COMPILE_SECONDS = 90.0  # torch.compile of a model's blocks (one to two minutes on a CPU, docs/results/step.md)
 _ENGINE_HOST = 40e-6  # seconds of DeepSpeed's engine for each parameter: 8 to 15 ms of PerViT-T's 264 (docs/results/step.md)
-_FEWEST = 5  # steps of an earlier run that are measured
-_COMPILED_STARTS = 0.3  # operators that are started after compiling, of those before; an assumption
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a run has measured."""
-
-    source: str
-    config: Config
-    world_size: int  # its processes
-    nodes: int  # their hosts
-    stage: int  # of ZeRO
-    device: str  # as it calls itself
-    step_seconds: float  # median of its optimizer steps, waiting for data included
-    steps: int
-    data_wait: float  # share of a step spent waiting for data
-    evaluation_seconds: float | None = None  # median of its evaluations; None: none is recorded
-    start_seconds: float | None = None  # median from a start to its first step; None: not recorded
-
-    def subject(self, planned: Subject) -> Subject:
-        """The run itself, on the planned kind of GPU."""
-        there = Subject(self.config, self.nodes, max(1, self.world_size // self.nodes), planned.gpu)
-        return there.changed("train", precision=planned.precision, zero_stage=self.stage)
+# Kernels that the CPU starts, of those without compiling: 0.84 to 0.91 of PerViT's with blocks, counted. The others are assumptions.
+_STARTS = {"off": 1.0, "blocks": 0.85, "model": 0.85, "graphs": 0.0}
 
 
 @dataclass(frozen=True)
@@ -64,7 +37,6 @@ class StepParts:
     parts: dict[str, float]  # seconds by part
     traffic: Traffic  # collectives
     flops: float  # of products, attention and convolutions on one process, without recomputation
-    compiled: bool  # parts of it run through ``torch.compile``
 
 
 @dataclass(frozen=True)
@@ -95,8 +67,9 @@ class Time:
     network: float = NETWORK  # bytes per second between a node and the others
     time_limit: float | None = None  # of a Slurm job, in seconds; None: no number of jobs
     price: float | None = None  # of an hour of a GPU; None: no sum
-    loader: LoaderNeed | None = None  # what the loader takes on the real shards; None: not measured
-    measured: Measured | None = None  # an earlier run, whose figures replace the model's
+    loader: LoaderNeed | None = None  # what an image takes of the CPU; None: not known
+    cpus: int | None = None  # cores of a node; None: not known, so that the loader is taken to keep up
+    measured: Measured | None = None  # an earlier run or a measured step, whose figures replace the model's
 
     @cached_property
     def step(self) -> StepParts:
@@ -111,9 +84,35 @@ class Time:
         return self.measured.step_seconds / sum(modelled.parts.values())
 
     @property
+    def compute_rate(self) -> float:
+        """Images per second if none has to be waited for."""
+        return self.subject.config.train.global_batch_size / (self.ratio * sum(self.step.parts.values()))
+
+    @property
+    def loader_rate(self) -> float | None:
+        """Images per second that the cores of all nodes decode; None: not known, or the GPU decodes."""
+        if self.loader is None or self.cpus is None or (self.subject.gpu and self.subject.config.data.decode == "gpu"):
+            return None
+        free = max(1, self.cpus - self.subject.gpus_per_node)  # each process has a core to start kernels
+        return self.subject.nodes * free / self.loader.cpu_seconds
+
+    @property
+    def cores(self) -> float | None:
+        """Of a node, with which the loader keeps up with the computing; None: not known."""
+        if self.loader is None:
+            return None
+        return self.loader.cpu_seconds * self.compute_rate / self.subject.nodes + self.subject.gpus_per_node
+
+    @property
+    def bound_by_loader(self) -> bool:
+        return self.loader_rate is not None and self.loader_rate < self.compute_rate
+
+    @property
     def parts(self) -> dict[str, float]:
         """Seconds of an optimizer step by part."""
-        return {name: seconds * self.ratio for name, seconds in self.step.parts.items() if seconds > 0}
+        parts = {name: seconds * self.ratio for name, seconds in self.step.parts.items() if seconds > 0}
+        waiting = self.subject.config.train.global_batch_size / self.images_per_second - sum(parts.values())
+        return {**parts, WAITING: waiting} if self.bound_by_loader else parts
 
     @property
     def step_seconds(self) -> float:
@@ -121,14 +120,15 @@ class Time:
 
     @property
     def images_per_second(self) -> float:
-        return self.subject.config.train.global_batch_size / self.step_seconds
+        """Of the slower one, computing or loading."""
+        return min(self.compute_rate, self.loader_rate or self.compute_rate)
 
     @property
     def start_seconds(self) -> float:
         """Of a job until its first step."""
         if self.measured and self.measured.start_seconds:
             return self.measured.start_seconds
-        return START_SECONDS + (COMPILE_SECONDS if self.step.compiled else 0.0)
+        return START_SECONDS + (COMPILE_SECONDS if self.subject.compile != "off" else 0.0)
 
     @cached_property
     def run(self) -> WholeRun | None:
@@ -138,7 +138,7 @@ class Time:
         config, world = self.subject.config, self.subject.world_size
         length, evaluation = length_of(config, self.images), self._evaluation_seconds(self.images)
         saved = plan_checkpoints(config, traced_step(self.subject), length, world)
-        seconds = length.steps * self.step_seconds + length.evaluations * evaluation + saved.written * saved.hold_up
+        seconds = length.steps * self.step_seconds + length.evaluations * evaluation
         jobs = None if self.time_limit is None else jobs_within(seconds, self.time_limit, self.start_seconds)
         hours = (seconds + (jobs or 1) * self.start_seconds) / 3600
         cost = None if self.price is None else hours * world * self.price
@@ -151,7 +151,8 @@ class Time:
         # Not compiled: the modules themselves are evaluated (pipeline.training.compiling).
         batch = sum(map(self.rates.seconds, traced_evaluation(self.subject).operators))
         batches = -(-images.val // (config.eval.batch_size * world))
-        return batches * batch * self.ratio * (1 + bool(config.train.ema_decay))
+        loading = images.val / self.loader_rate if self.loader_rate else 0.0
+        return max(batches * batch * self.ratio, loading) * (1 + bool(config.train.ema_decay))
 
 
 def rates_of(subject: Subject) -> Rates:
@@ -164,8 +165,8 @@ def rates_of(subject: Subject) -> Rates:
 
 def step_parts(subject: Subject, rates: Rates, network: float = NETWORK) -> StepParts:
     """Seconds of an optimizer step by part, from the operators of one micro-batch."""
-    accumulation, step, compiled = subject.accumulation, traced_step(subject), _compiles(subject)
-    run = fused(step.operators, step.kept) if compiled else step.operators
+    accumulation, step = subject.accumulation, traced_step(subject)
+    run = step.operators if subject.compile == "off" else fused(step.operators, step.kept)
     busy: dict[str, float] = defaultdict(float)
     forward = 0.0
     for operator in run:
@@ -177,7 +178,7 @@ def step_parts(subject: Subject, rates: Rates, network: float = NETWORK) -> Step
     # A GPU waits for what is longer than its own work; a CPU does one after the other.
     waiting, stretch = host, 1.0
     if subject.gpu:
-        host += (len(step.operators) * (_COMPILED_STARTS if compiled else 1.0) + len(step.teacher)) * rates.host
+        host += (len(step.operators) * _STARTS[subject.compile] + len(step.teacher)) * rates.host
         waiting = max(0.0, host - computing)
         stretch = max(1.0, host / computing)  # what the CPU delays, it stretches: collectives have that time too
     links = Links(subject.nodes, subject.gpus_per_node, subject.gpu.link if subject.gpu else CPU_LINK, network)
@@ -187,13 +188,7 @@ def step_parts(subject: Subject, rates: Rates, network: float = NETWORK) -> Step
     parts |= {RECOMPUTED: accumulation * recomputed, TEACHER: accumulation * teaching, LAUNCHES: accumulation * waiting}
     parts |= {OPTIMIZER: _optimizer_seconds(subject, step, rates), NETWORKED: sent.exposed}
     flops = accumulation * sum(operator.flops for operator in run if not operator.recomputed)
-    return StepParts(parts, sent, flops, compiled)
-
-
-def _compiles(subject: Subject) -> bool:
-    """What ``pipeline.training.compiling`` chooses."""
-    asked = subject.config.train.compile
-    return subject.gpu is not None and subject.stage < 3 if asked == "auto" else asked != "off"
+    return StepParts(parts, sent, flops)
 
 
 def _optimizer_seconds(subject: Subject, step: TracedStep, rates: Rates) -> float:
@@ -209,61 +204,3 @@ def _optimizer_seconds(subject: Subject, step: TracedStep, rates: Rates) -> floa
         dtype = torch.bfloat16 if subject.gpu and subject.gpu.bf16_flops else torch.float32
         seconds += rates.seconds(Operator("mm", PRODUCT, step.optimizer_flops, (), (), 0, dtype))
     return seconds
-
-
-def read_measured(path: Path) -> Measured:
-    """Measure a run's newest start that has enough steps; the first rows of a start, which warm up and compile, are left out.
-
-    Raises:
-        UserError: it is not a run folder, its config cannot be read, or it has too few steps.
-    """
-    run = read_run(path)
-    config, columns = run.settings, run.metrics.steps
-    if "images_per_second" not in columns:
-        raise UserError(f"{path / METRICS} must have at least {_FEWEST} training steps, got 0", "pass a run that has trained")
-    steps, rates = columns["step"], columns["images_per_second"]
-    for start in reversed(starts_of(run)):
-        done = start.step or 0
-        first = done + config.log.every_steps  # the last row of those that were written first
-        mine = (steps > first) & (steps <= (start.reached or np.inf)) & ~np.isnan(rates)
-        if mine.sum() >= _FEWEST and start.world_size:
-            break
-    else:
-        raise UserError(
-            f"{path / METRICS} must have at least {_FEWEST} steps after the first {config.log.every_steps} of a start, which warm up",
-            "pass a run that has trained longer",
-        )
-    waits = columns.get("data_wait", np.full(len(steps), np.nan))[mine]
-    evaluations = run.seconds_of("evaluation")
-    first_ends = columns["time"][steps == done + 1] if "time" in columns else np.empty(0)
-    began = float(first_ends[0]) - start.began if len(first_ends) and start.began is not None else -1.0
-    hosts, stage = len(start.hosts) or 1, config.train.zero_stage if start.zero_stage is None else start.zero_stage
-    return Measured(
-        source=str(path),
-        config=config,
-        world_size=start.world_size,
-        nodes=hosts if start.world_size % hosts == 0 else 1,
-        stage=stage if start.world_size > 1 else 0,
-        device=start.device or "",
-        step_seconds=config.train.global_batch_size / float(np.median(rates[mine])),
-        steps=int(mine.sum()),
-        data_wait=0.0 if np.isnan(waits).all() else float(np.nanmedian(waits)),
-        evaluation_seconds=median(evaluations) if evaluations else None,
-        start_seconds=began if began >= 0 else None,
-    )
-
-
-def difference(measured: Measured, planned: Subject) -> str | None:
-    """Why the run's figures say nothing about the plan; None if they do. Another number of processes, batch sizes, ZeRO stage and
-    activation checkpointing are not an obstacle: the model of time knows them."""
-    ours, theirs = planned.config, measured.config
-    for name in ("name", "image_size", "num_classes", "switches"):
-        if getattr(ours.model, name) != getattr(theirs.model, name):
-            return f"its model.{name} is {getattr(theirs.model, name)}, not {getattr(ours.model, name)}"
-    if theirs.train.precision not in ("auto", planned.precision):
-        return f"its train.precision is {theirs.train.precision}, not {planned.precision}"
-    known = gpu_of_driver(measured.device)
-    on_gpu = any(maker in measured.device.lower() for maker in ("nvidia", "tesla", "geforce"))
-    if not (known is not None and known.chip == planned.gpu.chip if planned.gpu else not on_gpu):
-        return f"it ran on {measured.device}, and the plan is for {'CPUs' if planned.gpu is None else planned.gpu.name}"
-    return None

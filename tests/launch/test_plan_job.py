@@ -64,8 +64,8 @@ def test_in_a_job(repository: Path) -> None:
     config = ["--config", "configs/pervit_t.yaml"]
     on_gpus = asked(repository, "pervit_t.slurm", "--plan", **JOB, SLURM_GPUS_PER_NODE="h100:4")
     assert on_gpus == [*config, *size, *folders]
-    on_cpus = asked(repository, "pervit_t.slurm", "--plan", "seed=2", **JOB, SLURM_GPUS_PER_NODE="0")
-    assert on_cpus == [*config, *size, "--gpu", "cpu", *folders, "seed=2"]
+    on_cpus = asked(repository, "pervit_t.slurm", "--plan", "seed=2", **JOB, SLURM_GPUS_PER_NODE="0", SLURM_CPUS_ON_NODE="96")
+    assert on_cpus == [*config, *size, "--gpu", "cpu", "--cpus", "96", *folders, "seed=2"]
 
 
 def test_in_a_container(repository: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from pipeline.config import Config, config_to_yaml, load_config
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS, gpu_of_driver
 from pipeline.planning import page
-from pipeline.planning.length import HEADER_ENTRY, count_images, measure_loader
-from pipeline.planning.memory import Subject, traced_step
+from pipeline.planning.length import HEADER_ENTRY, RECIPE_SECONDS, count_images, known_loader, measure_loader
+from pipeline.planning.measured import Measured, difference, read_measured
+from pipeline.planning.memory import Subject, plan_memory, traced_step
 from pipeline.planning.rates import GpuRates
-from pipeline.planning.time import NETWORKED, OPTIMIZER, RECOMPUTED, Measured, Time, difference, read_measured
+from pipeline.planning.time import NETWORKED, OPTIMIZER, RECOMPUTED, WAITING, Time
 from pipeline.planning.trace import CONVOLUTION, KINDS, NARROW
 from support.ranks import run_forked
 from support.runs import step_rows, write_small_config
@@ -88,10 +90,38 @@ def test_hours_and_what_they_cost() -> None:
     assert whole.gpu_hours == 2 * whole.hours and whole.cost == 2.0 * whole.gpu_hours
     twice = planned(subject("train.epochs=30", "train.ema_decay=0.999")).run
     assert twice and twice.evaluation_seconds == 2 * whole.evaluation_seconds
-    text = "\n".join(value for rows in page.time_sections(time).values() for _, value in rows)
-    assert "at 2 per GPU hour" in text and "ImageNet-1k" in text
+    assert "at 2 per GPU hour" in words(time) and "ImageNet-1k" in words(time)
     unknown = Time(subject("model.num_classes=17"), GpuRates(GPU), None)
     assert unknown.run is None and unknown.step_seconds > 0
+
+
+def test_the_slower_of_computing_and_loading_counts() -> None:
+    """Guards against hours that leave out the CPU, and against a loader with the cores of all nodes or of each process."""
+    run = subject("train.epochs=30", nodes=2, gpus=4)
+    free = planned(run)
+    assert free.run and free.cores is None and page.figures(run, plan_memory(run), free)["bound_by"] == "compute"
+    need = known_loader(run.config)
+    assert need and need.cpu_seconds == RECIPE_SECONDS and known_loader(subject("model.num_classes=10").config) is None
+    unknown = planned(run, loader=need)
+    assert unknown.run and unknown.run.hours == free.run.hours and unknown.cores
+    assert unknown.cores == pytest.approx(4 + free.images_per_second / 2 * need.cpu_seconds)
+    assert f"which takes {math.ceil(unknown.cores):,} CPU cores per node: --cpus N says" in words(unknown)
+    enough = planned(run, loader=need, cpus=math.ceil(unknown.cores))
+    assert enough.step_seconds == free.step_seconds and WAITING not in enough.parts and "are enough" in words(enough)
+    few = planned(run, loader=need, cpus=12, price=1.0)
+    assert few.loader_rate == pytest.approx(2 * 8 / need.cpu_seconds) == few.images_per_second
+    assert few.run and few.run.evaluation_seconds == pytest.approx(50_000 / few.loader_rate)
+    assert few.step_seconds == pytest.approx(1024 / few.loader_rate) and few.parts[WAITING] > 0
+    assert few.run.cost == few.run.gpu_hours > 8 * free.run.hours and "the loader: 12 CPU cores per node load" in words(few)
+    figures = page.figures(run, plan_memory(run), few)
+    assert figures["bound_by"] == "loader" and figures["images_per_second"] == few.loader_rate
+    assert figures["loader"] == {"images_per_second": few.loader_rate, "cpu_cores": 12, "cpu_cores_needed": unknown.cores}
+    on_gpu = planned(subject("data.decode=gpu", nodes=2, gpus=4), loader=need, cpus=12)
+    assert on_gpu.step_seconds == free.step_seconds and "fewer as the GPU decodes" in words(on_gpu)
+
+
+def words(time: Time) -> str:
+    return "\n".join(value for rows in page.time_sections(time).values() for _, value in rows)
 
 
 def test_a_measured_run_replaces_the_model() -> None:
@@ -101,7 +131,7 @@ def test_a_measured_run_replaces_the_model() -> None:
     same = planned(run, measured=earlier(run, 3 * model.step_seconds, evaluation_seconds=7.0, start_seconds=11.0))
     assert same.step_seconds == pytest.approx(3 * model.step_seconds)
     assert same.run and same.run.evaluation_seconds == 7.0 and same.start_seconds == 11.0
-    assert "3.00 times what the rates give" in "".join(value for rows in page.time_sections(same).values() for _, value in rows)
+    assert "3.00 times what the rates give" in words(same)
     wider = subject(gpus=8)
     assert planned(wider, measured=earlier(run, 3 * model.step_seconds)).step_seconds == pytest.approx(
         3 * planned(wider).step_seconds
@@ -145,11 +175,10 @@ def test_the_loader_is_measured_on_the_shards(digits_shards: Path, tmp_path: Pat
     """Guards against a loader's need that is not of these images."""
     config = load_config(write_small_config(digits_shards, tmp_path), [])
     need = measure_loader(config, digits_shards, threads=1, seconds=0.0)
-    assert need.images >= 8 and 0 < need.cpu_seconds < 1
+    assert need.source.startswith("measured here on ") and 0 < need.cpu_seconds < 1
     manifest = json.loads((digits_shards / "manifest.json").read_text())
     stored = sum(shard["bytes"] for shard in manifest["splits"]["train"]["shards"]) / manifest["splits"]["train"]["samples"]
     assert 0 < need.bytes < stored, "a tar has more than the images"
-    assert need.cores(100) == pytest.approx(100 * need.cpu_seconds)
     with pytest.raises(UserError, match="does not exist"):
         measure_loader(config, tmp_path / "none")
 
@@ -205,6 +234,9 @@ def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> 
         (["--price", "-1"], "--price must be at least 0, got -1"),
         (["--network", "0"], "--network must be positive, in GB/s, got 0"),
         (["--measured", "nowhere"], "nowhere does not exist"),
+        (["--cpus", "0"], "--cpus must be at least 1, got 0"),
+        (["--gpu-record", "nowhere"], "--gpu-record must be a record of make gpu-check, got nowhere (FileNotFoundError"),
+        (["--gpu-record", "a", "--measured", "b"], "--gpu-record cannot stand beside --measured b, got a: remove one of them"),
         (["--data", "nowhere"], "--data must be a shard set, got nowhere, which is not a directory: pass"),
     ],
 )
