@@ -252,8 +252,8 @@ def test_one_process_runs_no_zero_3() -> None:
     assert choose_compilation(TrainConfig(zero_stage=3, compile="model"), world) == "model"
 
 
-def test_each_rank_of_each_run_has_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against processes that overwrite each other's code, against code that a stranger has put there, and against a place
+def test_each_node_of_each_run_has_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against nodes that overwrite each other's code, against code that a stranger has put there, and against a place
     of the user's choice that is ignored."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folders = {cache_folder(tmp_path / run, rank) for run in ("a", "b") for rank in (0, 1)}
