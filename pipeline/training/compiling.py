@@ -6,7 +6,7 @@ analyses run the modules themselves, so that the figures of a run are those of `
 
 ========== ==================================================================================
 ``blocks`` each transformer block, the maps Φp of all layers, and the loss
-``model``  the forward pass as a whole, but for stems with BatchNorm, and the loss
+``model``  the forward pass as a whole, and the loss
 ``graphs`` as ``model``, captured as CUDA graphs: a step launches a graph instead of its kernels
 ========== ==================================================================================
 
@@ -153,10 +153,6 @@ class Compilation:
             inductor.deterministic = True  # no choice of a kernel by timing it
         for module, name in parts:
             self._replace(module, name, _compiled(getattr(module, name), graphs=self.kind == GRAPHS))
-        if self.kind != BLOCKS:
-            # The momentum of a stem's BatchNorm changes with each micro-batch of a step (StepStatistics): a graph for each.
-            for stem in filter(_has_batchnorm, self._model.children()):
-                self._replace(stem, "forward", torch.compiler.disable(stem.forward), always=True)
         # Never a CUDA graph: the step keeps its result beyond the next micro-batch.
         self._objective.label_loss = _compiled(self._eager_loss)
         if self.kind == GRAPHS and accumulates:
@@ -174,13 +170,13 @@ class Compilation:
         if self._model.has_phi:
             yield self._model, "log_phi"
 
-    def _replace(self, module: nn.Module, name: str, compiled: Callable[..., Any], always: bool = False) -> None:
+    def _replace(self, module: nn.Module, name: str, compiled: Callable[..., Any]) -> None:
         eager = getattr(module, name)
 
         def run(*arguments: Any, **named: Any) -> Any:
             return (compiled if module.training and not is_recording() else eager)(*arguments, **named)
 
-        setattr(module, name, compiled if always else run)
+        setattr(module, name, run)
         self._replaced.append((module, name))
 
     def _remove(self) -> None:

@@ -244,7 +244,6 @@ class PerViT(PhiModel):
         check_sides(images.shape[-2:], PATCH, LEAST_SIDE, of_images=True)
         if self.switches.position_embedding:
             check_same_size(images, self.image_size)
-        # Here, not deeper: `train.compile=model` leaves the stem out, and ends a graph in every function around its call.
         x = self._tokens(self.stem(images), noise)  # (B, N, width)
         return self.head(self.norm(x).mean(dim=1))  # (B, num_classes)
 
