@@ -99,6 +99,7 @@ class PosMLP(VisionModel):
         UserError: ``image_size``, windows or groups do not fit.
     """
 
+    image_format = torch.contiguous_format
     switches: PosMLPSwitches
     reference_switches = frozenset(
         {"mixing", "covariance", "norm", "groups", "windows", "shift_windows", "block_dropout", "head_dropout"}

@@ -223,6 +223,7 @@ class PerViT(PhiModel):
         check_sides([image_size], PATCH, LEAST_SIDE)
         widths = [width for width, blocks in zip(layout.widths, layout.depths) for _ in range(blocks)]
         self.stem = ConvStem(layout.stem_widths) if switches.conv_stem else nn.Conv2d(3, widths[0], PATCH, PATCH)
+        self.image_format = torch.channels_last if switches.conv_stem else torch.contiguous_format
         if switches.position_embedding:
             self.position_embedding = PositionEmbedding(image_size, extra_tokens=0, width=widths[0])
         if switches.phi_design:
