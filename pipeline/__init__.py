@@ -1,5 +1,6 @@
 """PerViT Pipeline: from a folder of JPEGs to a trained, evaluated peripheral vision transformer. ARCHITECTURE.md has the layers."""
 
+import os
 import warnings
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,9 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, **{"inference.trained": "load"})
 
+# PyTorch 2.13 replaces some products, such as one of a column and a row, by Triton kernels of its own, read when it is imported. On a
+# machine without a C compiler or Python.h these end a backward pass, and they round unlike the products of a machine without Triton.
+os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
 if any(action == "error" for action, *_ in warnings.filters):
     # PYTHONWARNINGS=error would end every command in the middle of an import of PyTorch or DeepSpeed, which warn of each other.
     warnings.filterwarnings("default")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from pipeline.models.common.layers import drop_elements
 from pipeline.shards.shard_set import ShardSet
 from support import launching
 from support.batches import form_of_gpu
-from support.launching import run_module
+from support.launching import PATIENCE, REPOSITORY, clean_environment, run_module
 from support.runs import step_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -60,6 +62,24 @@ def test_padded_heads_on_cuda_agree_with_the_cpu(monkeypatch: pytest.MonkeyPatch
     with torch.no_grad():
         expected = model(images)
         torch.testing.assert_close(model.to(GPU)(images.to(GPU)).cpu(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_backward_pass_without_a_compiler(tmp_path: Path) -> None:
+    """Guards against a product, of Φp's or of attention with one query, that needs a C compiler although the log says that it goes on."""
+    code = """if True:
+        from pipeline.models import create_model
+        import torch
+        torch.backends.cudnn.enabled = False
+        images = torch.randn(2, 3, 32, 32, device="cuda")
+        create_model("pervit_t", num_classes=10, image_size=32).cuda()(images).sum().backward()
+        query, keys = torch.zeros(2, 1, 8, device="cuda", requires_grad=True), torch.zeros(2, 8, 5, device="cuda", requires_grad=True)
+        (query @ keys).sum().backward()
+        print("done")"""
+    environment = clean_environment(CUDA_VISIBLE_DEVICES="0", CC="", TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(REPOSITORY))
+    environment["PATH"] = str(tmp_path)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
+    assert result.stdout == "done\n" and "attention runs without its Triton kernels" in result.stderr, result.stderr
 
 
 def test_dropout_of_elements_is_the_same_on_cuda() -> None:

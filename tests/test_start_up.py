@@ -80,3 +80,10 @@ def test_evaluate_answers_at_once() -> None:
     heavy = "{'torch', 'deepspeed', 'nvidia', 'numpy', 'PIL', 'safetensors'}"
     done = run_python("-c", f"import sys, pipeline.evaluate; print(sorted({heavy} & sys.modules.keys()))")
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_no_kernel_of_pytorchs_own_needs_a_compiler() -> None:
+    """Guards against a backward pass that ends on a GPU machine without a C compiler: PyTorch replaces products by kernels that it
+    compiles in the middle of it. tests/test_gpu.py has the backward pass."""
+    look = "import pipeline, torch; from torch._native.common_utils import check_native_jit_disabled as off; print(off())"
+    assert run_python("-c", look).stdout == "True\n"

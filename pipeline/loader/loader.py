@@ -7,7 +7,7 @@ that are finished or, on the device, about to be.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from typing import Generic, TypeVar
 
@@ -34,7 +34,9 @@ GPU, AUTO = "gpu", "auto"  # values of data.decode, beside CPU
 class Batch:
     """One micro-batch of one rank. Image i has the target ``labels[i]`` by ``weight[i]``, ``other_labels[i]`` by the rest."""
 
-    images: Tensor  # (B, 3, image_size, image_size) float32, normalized, on the device
+    images: (
+        Tensor  # (B, 3, image_size, image_size) normalized, on the device; float32 and contiguous unless asked for otherwise
+    )
     labels: Tensor  # (B,) int64, on the device
     other_labels: Tensor  # (B,) int64, on the device
     weight: Tensor  # (B,) float32 in [0, 1], on the device; 1 without Mixup and CutMix
@@ -58,6 +60,7 @@ class Loader(Generic[AnyBatches]):
         bad: records the samples that cannot be used; by default, a record of the loader's own.
         decode: where to decode, instead of ``config.decode``.
         form: what a GPU decodes, as :mod:`pipeline.loader.probe` finds out: REGIONS, or WHOLE images.
+        image_format: data type and memory format of the images; augmentations compute in float32 before.
 
     Raises:
         UserError: as :func:`decoding_device`.
@@ -73,8 +76,9 @@ class Loader(Generic[AnyBatches]):
         bad: BadSamples | None = None,
         decode: str | None = None,
         form: str = REGIONS,
+        image_format: tuple[torch.dtype, torch.memory_format] = (torch.float32, torch.contiguous_format),
     ) -> None:
-        self.batches, self.decode = batches, decode or config.decode
+        self.batches, self.decode, self._image_format = batches, decode or config.decode, image_format
         form = form if decoding_device(self.decode, device) == GPU else CPU
         if bad is None:  # a record without bad samples is empty, and so false
             bad = BadSamples(batches.shards, config.max_bad_samples, left_out=not batches.substitutes_count)
@@ -127,7 +131,9 @@ class Loader(Generic[AnyBatches]):
     def _make(self) -> tuple[Batch, torch.cuda.Event | None]:
         with self._stream.work():
             encoded, images = self._images()
-            return augmented(images, encoded.request, encoded.replaced), self._stream.done()
+            batch, (dtype, layout) = augmented(images, encoded.request, encoded.replaced), self._image_format
+            # One kernel on this stream; the model's own casts would read and write the images twice on the one that trains.
+            return replace(batch, images=batch.images.to(dtype, memory_format=layout)), self._stream.done()
 
     def _images(self) -> tuple[Encoded, Tensor]:
         """The next batch, decoded and transformed: (B, 3, S, S) float32, normalized, on the device."""

@@ -87,18 +87,28 @@ class StepStatistics:
         self._norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._momentum = [norm.momentum for norm in self._norms]
         self._before: list[list[Tensor]] = []  # the buffers as they were before the step
+        self._mean = torch.empty(0)  # (F,), all statistics concatenated: over the micro-batches before the last
+        self._number = 0  # of the last micro-batch
 
     def __len__(self) -> int:
         return len(self._norms)
 
     def begin(self) -> None:
-        """Call before the first micro-batch of a step."""
+        """Call before the first micro-batch of a step, for whose length the buffers hold the statistics of one micro-batch."""
         self._before = [[buffer.clone() for buffer in _buffers(norm)] for norm in self._norms]
+        for norm in self._norms:
+            norm.momentum = 1.0  # not one for each micro-batch: a compiled model has it as a constant
 
     def micro_batch(self, number: int) -> None:
-        """Call before micro-batch ``number`` (from 0): with momentum 1 / (number + 1) the buffers hold the mean so far."""
-        for norm in self._norms:
-            norm.momentum = 1 / (number + 1)
+        """Call before micro-batch ``number`` (from 0)."""
+        if number and self._norms:
+            self._mean = self._mean_so_far()
+        self._number = number
+
+    @torch.no_grad()
+    def _mean_so_far(self) -> Tensor:
+        own = torch.cat([buffer for norm in self._norms for buffer in _buffers(norm)[:2]])
+        return self._mean.lerp_(own, 1 / (self._number + 1)) if self._number else own
 
     @torch.no_grad()
     def end(self, taken: bool) -> None:
@@ -106,9 +116,8 @@ class StepStatistics:
         if not self._norms:
             return
         if taken:
-            statistics = [buffer for norm in self._norms for buffer in _buffers(norm)[:2]]
-            mean = self._world.sum(torch.cat(statistics)).div_(self._world.size)  # (F,), all statistics concatenated
-            parts = iter(mean.split([len(buffer) for buffer in statistics]))
+            mean = self._world.sum(self._mean_so_far()).div_(self._world.size)
+            parts = iter(mean.split([norm.num_features for norm in self._norms for _ in range(2)]))
         for norm, kept, momentum in zip(self._norms, self._before, self._momentum):
             assert momentum is not None  # it is with a cumulative average, which no model has
             *running, batches = _buffers(norm)

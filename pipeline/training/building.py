@@ -40,7 +40,7 @@ from pipeline.shards.shard_set import ShardSet
 from pipeline.step.loss import Objective, label_loss
 from pipeline.step.precision import Precision, choose_precision
 from pipeline.step.train_step import TrainState
-from pipeline.training.compiling import BLOCKS, GRAPHS, OFF
+from pipeline.training.compiling import GRAPHS, MODEL, OFF
 from pipeline.training.micro_batch import choose_micro_batch
 
 
@@ -120,7 +120,7 @@ def choose_compilation(train: TrainConfig, world: World) -> str:
     """
     on_gpu, hooked = world.device.type == "cuda", train.zero_stage == 3 and world.size > 1
     if train.compile in (AUTO, OFF):
-        return BLOCKS if train.compile == AUTO and on_gpu and not hooked else OFF
+        return MODEL if train.compile == AUTO and on_gpu and not hooked else OFF
     if hooked:
         raise UserError(
             f"train.compile={train.compile} requires train.zero_stage 0, 1 or 2, got {train.zero_stage}, whose hooks on every "
@@ -199,14 +199,19 @@ def build(
 
 
 def training_loader(
-    shards: ShardSet | MixedSet, config: Config, decode: str, world: World, first_step: int, form: str = REGIONS
+    shards: ShardSet | MixedSet, settled: Settled, world: World, first_step: int, model: VisionModel
 ) -> Loader[TrainBatches] | TrialLoader:
-    """This process's micro-batches of a settled config from the first one after ``first_step`` steps on; ``decode`` and ``form`` as settled."""
+    """This process's micro-batches of a settled run, as the ``model`` takes them, from the first one after ``first_step`` steps on."""
+    config, decode, layout = settled.config, settled.decode, model.image_format
+    image_format = torch.float32, torch.contiguous_format
+    # The bits of autocast's own cast. A teacher may compute with the images before they meet a convolution.
+    if layout and world.device.type == "cuda" and config.train.precision == "bf16" and not config.train.teacher:
+        image_format = torch.bfloat16, layout
     batches = TrainBatches.of_run(shards, config, world.rank, world.size)
     start = first_step * batches.batches_per_step
 
     def open_loader(start: int | Iterator[int], decode: str, bad: BadSamples | None = None) -> Loader[TrainBatches]:
-        return Loader(batches, config.data, world.device, world.cpu_threads, start, bad, decode, form)
+        return Loader(batches, config.data, world.device, world.cpu_threads, start, bad, decode, settled.form, image_format)
 
     if decode != AUTO or world.device.type == "cpu":
         return open_loader(start, decode)

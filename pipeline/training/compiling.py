@@ -6,15 +6,17 @@ analyses run the modules themselves, so that the figures of a run are those of `
 
 ========== ==================================================================================
 ``blocks`` each transformer block, the maps Φp of all layers, and the loss
-``model``  the forward pass as a whole, but for stems with BatchNorm, and the loss
+``model``  the forward pass as a whole, and the loss
 ``graphs`` as ``model``, captured as CUDA graphs: a step launches a graph instead of its kernels
 ========== ==================================================================================
 
 ZeRO 0, 1 and 2 have hooks on the whole model and on the gradients of parameters, which compiled code does not see. ZeRO-3 has
 hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled there.
 
-A requeued run finds its compiled code in the user's own cache folder: not in the run folder, from which nothing is ever run. Each rank of
-each run has a folder to itself: no two processes write to one, whatever the file system makes of locks.
+A requeued run finds its compiled code in the user's own cache folder: not in the run folder, from which nothing is ever run. The ranks of
+a node share a folder: Inductor and Triton write a file under a name made of the process's number or at random, and rename it. Ranks of
+different nodes, whose numbers may be equal, never do. Ranks with GPUs of one number compile the same graphs: one does, then the others
+find them. Where each rank sees all GPUs of its node, a graph names its GPU, and all compile at once.
 """
 
 from __future__ import annotations
@@ -80,12 +82,14 @@ class Compilation:
     ) -> None:
         self.kind, self._precision, self._run_folder = kind, precision, run_folder
         self._world, self._model, self._objective = world, model, objective
-        self.pending = kind != OFF
+        self.pending, self._first_rank = kind != OFF, world.rank
         self._replaced: list[tuple[nn.Module, str]] = []
         self._eager_loss: LabelLoss = objective.label_loss
         self._hooks: list[Any] = []
 
-    def prepare(self, batch: Batch, noise: Tensor | None, accumulates: bool) -> None:
+    def prepare(
+        self, batch: Batch, noise: Tensor | None, accumulates: bool, progress: Callable[[], None] = lambda: None
+    ) -> None:
         """Compile, by a forward and backward pass whose results are dropped. Collective.
 
         If that fails on any rank, all go on without: compiled code hands the gradients over in another order, which DeepSpeed's
@@ -94,16 +98,18 @@ class Compilation:
         Args:
             batch: the first micro-batch of this start, which is then trained on as usual.
             accumulates: a step has several micro-batches.
+            progress: called when the first ranks have compiled, for whom the others wait, and when all have.
         """
-        self.pending, started, failure = False, time.perf_counter(), None
+        self.pending, started = False, time.perf_counter()
         say_once(self._world, f"compiling (train.compile={self.kind}), which takes a minute or more")
-        try:
-            self._install(accumulates)
-            self._try_out(batch, noise)
-        except Exception as error:  # of Dynamo, Inductor, Triton, a compiler, the file system: no interface names their types
-            inner = getattr(error, "inner_exception", None) or error
-            failure = f"{type(inner).__name__}: {first_line(inner)}"[:_LONGEST_REASON]
-        failures = [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
+        places = self._world.gather([_node(self._world.rank), self._world.device.index or 0])
+        nodes, failures = [node for node, _ in places], list[tuple[int, str]]()
+        self._first_rank = nodes.index(nodes[self._world.rank])
+        waits = [places.index(place) < rank for rank, place in enumerate(places)]  # for another rank to compile the same
+        for turn in sorted(set(waits)):
+            failure = self._attempt(batch, noise, accumulates) if waits[self._world.rank] == turn and not failures else None
+            failures = failures or [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
+            progress()
         if not failures:
             parts = len(self._replaced) + 1  # the loss
             say_once(self._world, f"compiled {parts} parts of the step in {console.duration(time.perf_counter() - started)}")
@@ -123,11 +129,21 @@ class Compilation:
         if self.kind != OFF:
             drop_compile_cache(self._run_folder, self._world.rank)
 
+    def _attempt(self, batch: Batch, noise: Tensor | None, accumulates: bool) -> str | None:
+        """Why compiling fails on this rank, None if it does not."""
+        try:
+            self._install(accumulates)
+            self._try_out(batch, noise)
+        except Exception as error:  # of Dynamo, Inductor, Triton, a compiler, the file system: no interface names their types
+            inner = getattr(error, "inner_exception", None) or error
+            return f"{type(inner).__name__}: {first_line(inner)}"[:_LONGEST_REASON]
+        return None
+
     def _install(self, accumulates: bool) -> None:
         import torch._dynamo as dynamo
         from torch._inductor import config as inductor
 
-        open_compile_cache(self._run_folder, self._world.rank)
+        open_compile_cache(self._run_folder, self._first_rank)
         compile_tables_as_constants()
         parts = list(self._parts())
         # One code object serves all blocks; each width and each set of options among them is a graph of its own.
@@ -137,10 +153,6 @@ class Compilation:
             inductor.deterministic = True  # no choice of a kernel by timing it
         for module, name in parts:
             self._replace(module, name, _compiled(getattr(module, name), graphs=self.kind == GRAPHS))
-        if self.kind != BLOCKS:
-            # The momentum of a stem's BatchNorm changes with each micro-batch of a step (StepStatistics): a graph for each.
-            for stem in filter(_has_batchnorm, self._model.children()):
-                self._replace(stem, "forward", torch.compiler.disable(stem.forward), always=True)
         # Never a CUDA graph: the step keeps its result beyond the next micro-batch.
         self._objective.label_loss = _compiled(self._eager_loss)
         if self.kind == GRAPHS and accumulates:
@@ -158,13 +170,13 @@ class Compilation:
         if self._model.has_phi:
             yield self._model, "log_phi"
 
-    def _replace(self, module: nn.Module, name: str, compiled: Callable[..., Any], always: bool = False) -> None:
+    def _replace(self, module: nn.Module, name: str, compiled: Callable[..., Any]) -> None:
         eager = getattr(module, name)
 
         def run(*arguments: Any, **named: Any) -> Any:
             return (compiled if module.training and not is_recording() else eager)(*arguments, **named)
 
-        setattr(module, name, compiled if always else run)
+        setattr(module, name, run)
         self._replaced.append((module, name))
 
     def _remove(self) -> None:
@@ -212,8 +224,16 @@ def _compiled(function: Callable[..., Any], graphs: bool = False) -> Callable[..
     return torch.compile(function, dynamic=False, backend=BACKEND, mode="reduce-overhead" if graphs else None)
 
 
+def _node(rank: int) -> str:
+    """The same for ranks whose processes number each other: on one node, and not each in a container of its own."""
+    with suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"rank {rank}"
+
+
 def open_compile_cache(run_folder: Path, rank: int) -> Path:
-    """Point the compilers at this rank's folder, or at a temporary one where the user's cache folder cannot hold it."""
+    """Point the compilers at the folder of the node whose first rank is ``rank``, or at a temporary one of this process where the user's
+    cache folder cannot hold it."""
     if chosen := _chosen(INDUCTOR):
         return Path(chosen)
     folder = cache_folder(run_folder, rank)
@@ -227,7 +247,7 @@ def open_compile_cache(run_folder: Path, rank: int) -> Path:
 
 
 def drop_compile_cache(run_folder: Path, rank: int) -> None:
-    """Remove this rank's folder: the run is complete."""
+    """Remove the folder of the node whose first rank this one is: the run is complete."""
     folder = cache_folder(run_folder, rank)
     if folder is not None and os.environ.get(INDUCTOR) == str(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -255,8 +275,8 @@ def _is_usable(folder: Path) -> bool:
     if not make_private(folder):
         return False
     try:
-        with open(folder / "lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as Inductor does; some network file systems cannot
+        with open(folder / "lock", "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # Inductor locks files; some network file systems cannot
     except OSError:
         return False
     return True

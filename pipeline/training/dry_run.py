@@ -84,7 +84,7 @@ def _take_step(prepared: PreparedRun, world: World) -> tuple[float, str]:
     settled, train_state, schedule = prepared.settled, prepared.train_state, prepared.data.schedule
     config, began = settled.config, time.perf_counter()
     say_once(world, f"reading a batch of {counted(config.train.micro_batch, 'image')}")
-    loader = training_loader(prepared.data.train_set, config, settled.decode, world, prepared.step, settled.form)
+    loader = training_loader(prepared.data.train_set, settled, world, prepared.step, train_state.engine.module)
     try:
         with stage("reading a batch"):
             batch = next(loader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,8 @@ def training_step(run: Run) -> Batch:
         if run.compilation.pending:
             run.heartbeat.at(step, "compiling")
             with recording():  # the step will record the same
-                run.compilation.prepare(batch, noise, run.train_state.engine.gradient_accumulation_steps() > 1)
+                accumulates = run.train_state.engine.gradient_accumulation_steps() > 1
+                run.compilation.prepare(batch, noise, accumulates, partial(run.heartbeat.still, "compiling"))
             run.log.restart_clock()
         run.heartbeat.at(step, "training")
 

@@ -178,7 +178,7 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         train_set=data.train_set,
         train_state=train_state,
         compilation=compilation,
-        loader=training_loader(data.train_set, config, settled.decode, world, step, settled.form),
+        loader=training_loader(data.train_set, settled, world, step, train_state.engine.module),
         val_loader=evaluation_loader(data.val_set, config, world),
         agreement=agreement,
         saver=Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),

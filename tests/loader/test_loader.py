@@ -54,6 +54,18 @@ def global_batches(shards: ShardSet, world_size: int, micro_batch: int, steps: i
         loader.close()
 
 
+def test_the_form_of_the_images(digits_shards: Path) -> None:
+    """Guards against augmentation in bf16 or of images in another layout: the noise of erasing goes to places in this one."""
+    shards, augment = ShardSet(digits_shards, "train"), AugmentConfig(erasing=1.0, mixup=0.8)
+    plain = train_loader(shards, 0, 1, 8, augment=augment)
+    formed = Loader(plain.batches, CONFIG, CPU, image_format=(torch.bfloat16, torch.channels_last))
+    for images, given in ((next(plain).images, next(formed).images) for _ in range(2)):
+        assert given.is_contiguous(memory_format=torch.channels_last) and images.is_contiguous()
+        assert torch.equal(given, images.to(torch.bfloat16))
+    plain.close()
+    formed.close()
+
+
 def joined(batches: list[Batch]) -> dict[str, np.ndarray]:
     """What the network would see in one step, and how each image came about."""
     geometry = [batch.request.geometry for batch in batches]

@@ -1,11 +1,14 @@
-"""The weight average."""
+"""The weight average, and the statistics of BatchNorm."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from pipeline.optim.averages import WeightAverage
+from pipeline.cluster.world import World
+from pipeline.optim.averages import StepStatistics, WeightAverage
 
 
 class PlainEngine:
@@ -57,3 +60,30 @@ def test_statistics_are_averaged_as_weights_are() -> None:
             torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-7, msg=name)
         assert int(model.state_dict()["1.num_batches_tracked"]) == 5
     assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_updates_batchnorm_by_the_mean_of_its_micro_batches(micro_batches: int) -> None:
+    """Guards against statistics of the last micro-batch alone, a skipped step that leaves some, and a momentum that is not the
+    layer's own afterwards. The reference has the formula of BatchNorm (Ioffe & Szegedy, 2015, Algorithm 2)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=0.3))
+    statistics = StepStatistics(model, World(0, 1, torch.device("cpu"), 1))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for taken in (True, False, True):
+            images = torch.randn(micro_batches, 8, 4, 3, 3) * 2 + 1
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            statistics.begin()
+            for number, part in enumerate(images):
+                statistics.micro_batch(number)
+                model(part)
+            statistics.end(taken)
+            step = {"running_mean": images.mean((1, 3, 4)).mean(0), "running_var": images.var((1, 3, 4)).mean(0)}
+            for name, value in step.items():
+                expected = before[f"0.{name}"] * (1 - 0.1 * taken) + value * 0.1 * taken
+                torch.testing.assert_close(model.get_buffer(f"0.{name}"), expected, rtol=1e-5, atol=1e-6)
+            assert model[0].num_batches_tracked == before["0.num_batches_tracked"] + taken
+            assert [norm.momentum for norm in model] == [0.1, 0.3]
+    finally:
+        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from faults.history import Start, assert_each_image_once, distance, loss_difference, same_files, what_the_weights_saw
+from pipeline.training.compiling import cache_folder
 from support.ranks import Job
 from support.runs import step_rows
 
@@ -18,10 +20,11 @@ RECIPE = ("optim.lr_batch_size=16", "optim.warmup_epochs=0", "log.samples=true")
 DEIT = ("model.name=deit_t",)  # twelve equal blocks: one graph; test_compiling.py has other blocks, and BatchNorm
 # What another order of sums makes of a few steps; docs/training.md has what was measured, 1e-7 and 7e-7.
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-4, 1e-3
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which Inductor uses on a CPU")
 _INDUCTOR = (
     pytest.mark.soak,
     pytest.mark.skipif(os.environ.get("PERVIT_SOAK") != "1", reason="part of the soak: set PERVIT_SOAK=1"),
-    pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which Inductor uses on a CPU"),
+    needs_compiler,
 )
 
 
@@ -82,3 +85,15 @@ def test_other_processes_and_a_rank_that_cannot_compile(small_run: Path, tmp_pat
     assert what_the_weights_saw(chain, [Start(first.started, 0, 2), Start(second.started, 2, 1)], 4) == expected
     assert loss_difference(step_rows(chain), step_rows(failed)) < LOSS_LIMIT
     assert distance(chain, failed) < WEIGHT_LIMIT
+
+
+@needs_compiler
+def test_one_rank_compiles_and_the_other_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against every rank of a node compiling the same graphs, and against a rank that does not wait for them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", cache := str(tmp_path / "cache"))
+    job = Job(2, tmp_path / "run", module="support.compiled_ranks", XDG_CACHE_HOME=cache).succeed()
+    folder = str(cache_folder(tmp_path / "run", rank=0))
+    assert [json.loads(job.stdout(rank).splitlines()[-1]) for rank in (0, 1)] == [
+        ["blocks", [[0, 2], [0, 2]], folder],  # found and made, after each turn: the loss forward and backward
+        ["blocks", [[0, 0], [2, 0]], folder],
+    ]

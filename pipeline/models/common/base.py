@@ -44,6 +44,8 @@ class VisionModel(nn.Module):
         head_names: prefixes of the classifier's parameter names; fine-tuning on other classes reinitializes these.
         leading_tokens: tokens without a grid position (class token) at the start of the position embeddings.
         draws_from_generator: a training step draws from PyTorch's generator besides ``noise``; no model of ours does.
+        image_format: how the convolution that a forward pass begins with wants its images laid out; None: it begins otherwise, and
+            may compute in fp32 before.
         groups_phi: compute Φp of all layers as one network (:mod:`pipeline.models.pervit.phi_model`); None: but on a CPU.
         generator_seed: what the generator starts from in the next forward pass, for a model that draws from it; None: it goes on.
     """
@@ -56,6 +58,7 @@ class VisionModel(nn.Module):
     leading_tokens: int = 0
     draws_from_generator: bool = False
     generator_seed: int | None = None
+    image_format: torch.memory_format | None = None
     groups_phi: bool | None = None
     drop_path_rates: Tensor  # (branches,), a buffer
     norm: nn.LayerNorm  # of the last feature map; every family has it

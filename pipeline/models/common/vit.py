@@ -163,6 +163,8 @@ class ClassTokenModel(VisionModel):
     """A plain ViT whose class token the head reads. A subclass creates its blocks, calls :meth:`add_classifier` last, and runs the
     blocks in :meth:`tokens`."""
 
+    image_format = torch.contiguous_format
+
     def __init__(
         self,
         layout: ViTLayout,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
@@ -46,6 +47,7 @@ class GMLP(VisionModel):
         UserError: ``image_size`` or the groups do not fit.
     """
 
+    image_format = torch.contiguous_format
     switches: GMLPSwitches
     reference_names = (
         ("stem.proj.", "stem."),

@@ -99,6 +99,7 @@ class PosMLP(VisionModel):
         UserError: ``image_size``, windows or groups do not fit.
     """
 
+    image_format = torch.contiguous_format
     switches: PosMLPSwitches
     reference_switches = frozenset(
         {"mixing", "covariance", "norm", "groups", "windows", "shift_windows", "block_dropout", "head_dropout"}
@@ -170,7 +171,6 @@ class PosMLP(VisionModel):
         check_windows([stage.window for stage in self.stages], *images.shape[-2:])
         if self.switches.absolute_position:
             check_same_size(images, self.image_size)
-        # The stem here, not deeper: `train.compile=model` leaves it out, and ends a graph in every function around its call.
         outputs, for_head = self._run_stages(self.stem(images), noise, self.switches.shift_windows)
         features = self.norm(outputs[-1]).mean(dim=(1, 2))  # (B, 8 * width)
         return self.head(self._dropout(features, for_head))

@@ -223,6 +223,7 @@ class PerViT(PhiModel):
         check_sides([image_size], PATCH, LEAST_SIDE)
         widths = [width for width, blocks in zip(layout.widths, layout.depths) for _ in range(blocks)]
         self.stem = ConvStem(layout.stem_widths) if switches.conv_stem else nn.Conv2d(3, widths[0], PATCH, PATCH)
+        self.image_format = torch.channels_last if switches.conv_stem else torch.contiguous_format
         if switches.position_embedding:
             self.position_embedding = PositionEmbedding(image_size, extra_tokens=0, width=widths[0])
         if switches.phi_design:
@@ -244,7 +245,6 @@ class PerViT(PhiModel):
         check_sides(images.shape[-2:], PATCH, LEAST_SIDE, of_images=True)
         if self.switches.position_embedding:
             check_same_size(images, self.image_size)
-        # Here, not deeper: `train.compile=model` leaves the stem out, and ends a graph in every function around its call.
         x = self._tokens(self.stem(images), noise)  # (B, N, width)
         return self.head(self.norm(x).mean(dim=1))  # (B, num_classes)
 
