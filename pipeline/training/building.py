@@ -23,7 +23,6 @@ from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitti
 from pipeline.errors import UserError
 from pipeline.inference.teacher import describe_teacher, load_teacher
 from pipeline.loader.batches import TrainBatches
-from pipeline.loader.dali_graph import REGIONS
 from pipeline.loader.loader import CPU, GPU, Loader, decoding_device
 from pipeline.loader.probe import usable_decoding
 from pipeline.loader.reader import BadSamples
