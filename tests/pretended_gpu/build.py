@@ -1,4 +1,4 @@
-"""Build the libraries of the pretended GPU, and say in which environment a program uses them."""
+"""Build the libraries of the pretended GPU, and name the variables with which a program uses them."""
 
 from __future__ import annotations
 
@@ -48,22 +48,19 @@ def build() -> Path:
     return cache / name
 
 
-def environment(counts: Path | None = None) -> dict[str, str]:
-    """This process's environment, in which a program has the pretended GPU; its own process writes ``counts`` when it ends."""
+def variables() -> dict[str, str]:
+    """The environment variables with which a program has the pretended GPU."""
     folder = str(build())
-    paths = [str(FOLDER.parent), str(REPOSITORY)]
 
-    def in_front(variable: str, *parts: str) -> dict[str, str]:
-        return {variable: ":".join([*parts, *filter(None, [os.environ.get(variable)])])}
+    def in_front(variable: str, *parts: str) -> str:
+        return ":".join([*parts, *filter(None, [os.environ.get(variable)])])
 
     return {
-        **os.environ,
-        **in_front("LD_PRELOAD", f"{folder}/libpretended_gpu.so"),
-        **in_front("LD_LIBRARY_PATH", folder),
-        **in_front("PYTHONPATH", *paths),
+        "LD_PRELOAD": in_front("LD_PRELOAD", f"{folder}/libpretended_gpu.so"),
+        "LD_LIBRARY_PATH": in_front("LD_LIBRARY_PATH", folder),
         "TRITON_LIBCUDA_PATH": folder,
+        "PYTHONPATH": in_front("PYTHONPATH", str(FOLDER.parent), str(REPOSITORY)),
         "CUDA_VISIBLE_DEVICES": "0",
-        **({"PRETENDED_GPU_COUNTS": str(counts)} if counts else {}),
     }
 
 

@@ -1,12 +1,9 @@
-// Counts calls by name. Python reads them by pretended_counts(), and at the end of the process they are written to a file if
-// PRETENDED_GPU_COUNTS names one.
+// Counts calls by name; Python reads them by pretended_counts().
 #include "counts.h"
 
 #include <cxxabi.h>
-#include <unistd.h>
 
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <mutex>
 #include <unordered_map>
@@ -33,15 +30,6 @@ std::string text() {
     std::string lines;
     for (const auto& [name, count] : counts) lines += std::to_string(count) + '\t' + readable(name) + '\n';
     return lines;
-}
-
-__attribute__((destructor)) void write_at_the_end() {
-    const char *path = std::getenv("PRETENDED_GPU_COUNTS"), *process = std::getenv("PRETENDED_GPU_PROCESS");
-    if (!path || !process || std::atol(process) != getpid()) return;  // a compiler or another child
-    if (FILE* file = std::fopen(path, "w")) {
-        std::fputs(text().c_str(), file);
-        std::fclose(file);
-    }
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The one counter of all pretended libraries: calls by name, on streams that may be captured into a graph.
+// What the pretended libraries share: the counter of calls by name, on streams that may be captured into a graph, and device memory.
 #pragma once
 #include <map>
 #include <string>
@@ -22,3 +22,7 @@ PRETENDED void pretended_call(const char* name);
 void launch_graph(const Graph& graph, const void* stream);
 // A stream by its handle; null for the default streams, which cannot be captured.
 Stream* stream_of(const void* handle);
+
+constexpr std::size_t SMALL = 1 << 16;  // bytes; a program goes by what is smaller, while only kernels read what is larger
+// Move bytes that are on the host or on the device.
+void move(void* to, const void* from, std::size_t size);

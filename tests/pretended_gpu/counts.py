@@ -1,4 +1,4 @@
-"""Read the counts of the pretended GPU, inside of a program that runs on it or from the file that it has left."""
+"""Read the counts of the pretended GPU, inside of a program that runs on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 _LAUNCHES = ("kernel ", "triton ", "product ", "convolution", "cuDNN ", "batch normalization", "memset", "graph launch")
 
@@ -47,17 +46,6 @@ class Counts(Counter[str]):
         """What graphs launch without the CPU."""
         return self.named("in a graph ")
 
-    @classmethod
-    def parsed(cls, text: str) -> Counts:
-        """Of lines COUNT, tab, NAME."""
-        lines = (line.split("\t", 1) for line in text.splitlines())
-        return cls({name: int(count) for count, name in lines})
-
-    @classmethod
-    def read(cls, path: Path) -> Counts:
-        """Of a whole program, from the file that ``run.py --counts`` names."""
-        return cls.parsed(path.read_text())
-
 
 @contextmanager
 def counted() -> Iterator[Counts]:
@@ -67,8 +55,10 @@ def counted() -> Iterator[Counts]:
         RuntimeError: this program does not run on the pretended GPU.
     """
     counts, before = Counts(), _now()
-    yield counts
-    counts.update(_now() - before)
+    try:
+        yield counts
+    finally:
+        counts.update(_now() - before)
 
 
 def _now() -> Counts:
@@ -76,4 +66,5 @@ def _now() -> Counts:
     if not hasattr(library, "pretended_counts"):
         raise RuntimeError("no GPU is pretended: start the program with `python tests/pretended_gpu/run.py PROGRAM`")
     library.pretended_counts.restype = ctypes.c_char_p
-    return Counts.parsed(library.pretended_counts().decode())
+    lines = (line.split("\t", 1) for line in library.pretended_counts().decode().splitlines())
+    return Counts({name: int(count) for count, name in lines})

@@ -127,8 +127,6 @@ PRETENDED int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void*, int, i
 // NCCL: one process that believes in all ranks. Each of the others sends what this one sends, and adds nothing to a sum.
 namespace {
 
-constexpr size_t SMALL = 1 << 16;  // bytes of a message that is delivered; what only kernels read is not
-
 struct Communicator {
     int size, rank;
 };
@@ -143,7 +141,7 @@ size_t bytes(size_t count, int type) {
 
 int deliver(const char* name, const void* from, void* to, size_t size, int copies, const void* stream) {
     pretended_work(name, stream);
-    for (int i = 0; i < copies && size <= SMALL; i++) std::memmove(static_cast<char*>(to) + i * size, from, size);
+    for (int i = 0; i < copies && size <= SMALL; i++) move(static_cast<char*>(to) + i * size, from, size);
     return SUCCESS;
 }
 

@@ -1,6 +1,6 @@
-// CUDA's runtime without a GPU. Device memory is host memory, of which a page exists once it is touched; kernels do nothing; copies
-// from and to the host, and small ones on the device, are made. Functions that are not here are those of the real runtime, which
-// finds no device and says so.
+// CUDA's runtime without a GPU. Device memory is host memory, of which a page exists once it is touched, and zero at first; kernels do
+// nothing; copies from and to the host, and small ones on the device, are made. Functions that are not here are those of the real
+// runtime, which finds no device and says so.
 #include "counts.h"
 #include "device.h"
 
@@ -16,10 +16,11 @@
 
 namespace {
 
-constexpr size_t SMALL = 1 << 16;  // bytes; what a program reads and goes by is smaller, what only kernels read is left out
+constexpr size_t A_NUMBER = 8;  // bytes
 auto& mutex = *new std::mutex;
 auto& kernels = *new std::unordered_map<const void*, std::string>;  // by the address of the host's function
 auto& streams = *new std::set<Stream*>;
+auto& written = *new std::unordered_map<const void*, size_t>;  // bytes of the last write that began here
 size_t allocated = 0;
 
 struct Event {
@@ -75,13 +76,13 @@ cudaError_t copy(void* to, const void* from, size_t size, cudaMemcpyKind kind, c
     const bool from_device = kind == cudaMemcpyDefault ? on_device(from) : kind & 2;
     const std::string name = std::string("copy ") + (from_device ? 'D' : 'H') + '2' + (to_device ? 'D' : 'H');
     pretended_work(name.c_str(), stream);
-    if (!(to_device && from_device) || size <= SMALL) std::memmove(to, from, size);
+    if (size <= SMALL || !(to_device && from_device)) move(to, from, size);
     return cudaSuccess;
 }
 
 cudaError_t fill(void* pointer, int value, size_t size, cudaStream_t stream) {
     pretended_work("memset", stream);
-    if (size <= SMALL) std::memset(pointer, value, size);
+    if (size <= SMALL) move(pointer, std::string(size, static_cast<char>(value)).data(), size);
     return cudaSuccess;
 }
 
@@ -107,6 +108,19 @@ cudaError_t record(cudaEvent_t event, cudaStream_t handle) {
 }
 
 }  // namespace
+
+void move(void* to, const void* from, size_t size) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto last = written.find(from);
+    const bool computed = device_memory.contains(from) && (last == written.end() || last->second != size);
+    // A number that a kernel should have computed, perhaps where something else has been, is 0.
+    if (computed && size <= A_NUMBER) {
+        std::memset(to, 0, size);
+    } else {
+        std::memmove(to, from, size);
+    }
+    if (device_memory.contains(to)) written[to] = size;
+}
 
 // Kernels
 PRETENDED void** __cudaRegisterFatBinary(void*) { static void* handle; return &handle; }
