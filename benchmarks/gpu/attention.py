@@ -6,6 +6,7 @@ Normalize[exp(..) * Φp] V without fusion. As a bound, PyTorch's kernel without 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -14,58 +15,45 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu.common import MODELS, Context, PeakMemory, Rows, Values, has_module, interleaved, reason
+from benchmarks.gpu.common import Context, PeakMemory, Rows, Values, milliseconds, reason
+from pipeline.kernels import peripheral_attention
+from pipeline.kernels.peripheral import biased_attention
 from pipeline.models import create_model
 from pipeline.models.pervit.model import PeripheralAttention
 
 Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, heads, N, head_dim), log_phi (heads, N, N) -> as q
-if has_module("pipeline.kernels"):
-    from pipeline.kernels.peripheral import biased_attention
-else:
-    from pipeline.models.common.layers import biased_attention
 _CHECKED = 4  # images for the errors, which are against float64
+_TOKENS = 196
+_BOUND = "without bias (a bound)"
 
 
 def measure(context: Context) -> Rows:
-    tokens = 10 if context.miniature else 196
-    shapes = [("pervit_t", 1, 17)] if context.miniature else layer_shapes()
-    for model, heads, head_dim in shapes:
-        forms = all_forms()
-        inputs = make_inputs(context, heads, tokens, head_dim)
-        yield from (
-            (f"{model}, {heads} heads of {head_dim}: {form}", values) for form, values in of_a_shape(context, inputs, forms)
-        )
+    heads, head_dim = layer_shapes(context.options["model"])[context.options["width"]]
+    shape = {"heads": heads, "head_dim": head_dim}
+    inputs = make_inputs(context, heads, 10 if context.miniature else _TOKENS, head_dim)
+    for form, values in of_a_shape(context, inputs):
+        yield {"case": f"{context.options['model']}, {heads} heads of {head_dim}: {form}", **shape, "form": form, **values}
 
 
-def layer_shapes() -> list[tuple[str, int, int]]:
-    """(model, heads, head_dim) of the narrowest and the widest layers of each model."""
-    shapes = []
-    for name in MODELS:
-        with torch.device("meta"):
-            model = create_model(name)
-        layers = [each for each in model.modules() if isinstance(each, PeripheralAttention)]
-        found = sorted({(each.proj.in_features // each.heads, each.heads) for each in layers})
-        shapes += [(name, heads, head_dim) for head_dim, heads in dict.fromkeys([found[0], found[-1]])]
-    return shapes
+def layer_shapes(name: str) -> list[tuple[int, int]]:
+    """(heads, head_dim) of a model's layers, each once, in their order."""
+    with torch.device("meta"):
+        model = create_model(name)
+    layers = [each for each in model.modules() if isinstance(each, PeripheralAttention)]
+    return list(dict.fromkeys((each.heads, each.proj.in_features // each.heads) for each in layers))
 
 
-def all_forms() -> dict[str, Form | str]:
-    """The forms by name; a reason instead of one that is missing."""
-    forms: dict[str, Form | str] = {"operator": "pipeline.kernels is not there"}
-    if has_module("pipeline.kernels"):
-        if torch.cuda.is_available() or has_module("triton"):
-            from pipeline.kernels import peripheral_attention
-
-            forms["operator"] = peripheral_attention
-        else:
-            forms["operator"] = "Triton is not there"
-    forms["plain PyTorch"] = plain
-    forms["PyTorch's choice of kernel"] = biased_attention
-    for backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH):
-        forms[f"PyTorch, {backend.name.lower().removesuffix('_attention')}"] = partial(with_backend, backend)
-    forms["authors"] = authors
-    forms["without bias (a bound)"] = lambda q, k, v, log_phi: F.scaled_dot_product_attention(q, k, v)
-    return forms
+def all_forms() -> dict[str, Form]:
+    """The forms by name, the operator first: one that crashes costs those after it."""
+    backends = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+    return {
+        "operator": peripheral_attention,
+        "plain PyTorch": plain,
+        "authors": authors,
+        _BOUND: lambda q, k, v, log_phi: F.scaled_dot_product_attention(q, k, v),
+        "PyTorch's choice of kernel": biased_attention,
+        **{f"PyTorch, {each.name.lower().removesuffix('_attention')}": partial(with_backend, each) for each in backends},
+    }
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor) -> Tensor:
@@ -97,45 +85,43 @@ def make_inputs(context: Context, heads: int, tokens: int, head_dim: int) -> lis
     return [part.detach().requires_grad_() for part in parts]
 
 
-def of_a_shape(context: Context, inputs: list[Tensor], forms: dict[str, Form | str]) -> Iterator[tuple[str, Values]]:
-    """Figures of every form. Timed together, round by round; a form that fails here is left out with its reason."""
-    works, memory, errors, repeated = {}, {}, {}, {}
+def of_a_shape(context: Context, inputs: list[Tensor]) -> Iterator[tuple[str, Values]]:
+    """Figures of every form, each as soon as it is measured; one that fails has its reason."""
     expected = gradients(plain, [each.detach()[:_CHECKED].double().requires_grad_() for each in inputs[:3]], inputs[3].double())
-    for name, form in forms.items():
-        if isinstance(form, str):
-            yield name, {"skipped": form}
-            continue
+    for name, form in all_forms().items():
         try:
-            found = gradients(form, [each.detach()[:_CHECKED].requires_grad_() for each in inputs[:3]], inputs[3])
-            errors[name] = [relative_error(a, b) for a, b in zip(found, expected)]
-            peak = PeakMemory(context.device)
-            first, second = (gradients(form, inputs[:3], inputs[3]) for _ in range(2))
-            memory[name] = peak.gib()
-            repeated[name] = all(map(torch.equal, first, second))
-            works[name] = form
-            del first, second
+            yield name, of_a_form(context, inputs, form, expected if name != _BOUND else None)
         except Exception as error:  # a kernel that does not take these inputs
-            yield name, {"failed" if name == "operator" else "skipped": reason(error)}
-    rounds, repeats = (1, 1) if context.miniature else (5, 5)
-    forward = interleaved({name: partial(form, *inputs) for name, form in works.items()}, context.device, rounds, repeats)
-    both = interleaved(
-        {name: partial(gradients, form, inputs[:3], inputs[3]) for name, form in works.items()}, context.device, rounds, repeats
-    )
-    for name in works:
-        out, *_, bias = errors[name]
-        bound = "bound" in name
-        yield (
-            name,
-            {
-                "forward, ms": forward[name],
-                "with backward, ms": both[name],
-                "to the authors'": both[name] / both["authors"],
-                "peak MiB": None if memory[name] is None else 1024 * memory[name],
-                "error": None if bound else out,
-                "error of dlog Φp": None if bound else bias,
-                "repeats bit for bit": repeated[name],
-            },
-        )
+            yield name, {"skipped" if name.startswith("PyTorch, ") else "failed": reason(error)}
+
+
+def of_a_form(context: Context, inputs: list[Tensor], form: Form, expected: list[Tensor] | None) -> Values:
+    """Time, TFLOP/s (two products forward, five backward, whatever is computed), memory, and errors of some images."""
+    found = gradients(form, [each.detach()[:_CHECKED].requires_grad_() for each in inputs[:3]], inputs[3])
+    peak = PeakMemory(context.device)
+    first, second = (gradients(form, inputs[:3], inputs[3]) for _ in range(2))
+    gib, repeats = peak.gib(), all(map(torch.equal, first, second))
+    del first, second
+    rounds, times = (1, 1) if context.miniature else (5, 5)
+    calls = {"forward": partial(form, *inputs), "both": partial(gradients, form, inputs[:3], inputs[3])}
+    ms = {
+        name: statistics.median(milliseconds(call, context.device, times) for _ in range(rounds))
+        for name, call in calls.items()
+    }
+    batch, heads, tokens, head_dim = inputs[0].shape
+    product = 2e-9 * batch * heads * tokens**2 * head_dim  # TFLOP, times 1000
+    values: Values = {
+        "forward_ms": ms["forward"],
+        "ms": ms["both"],
+        "forward_tflops": 2 * product / ms["forward"],
+        "tflops": 7 * product / ms["both"],
+        "peak_gib": gib,
+        "repeats_bit_for_bit": repeats,
+    }
+    if expected:
+        errors = [relative_error(a, b) for a, b in zip(found, expected)]
+        values |= {"error": errors[0], "error_of_gradients": max(errors[1:4]), "error_of_dlog_phi": errors[4]}
+    return values
 
 
 def gradients(form: Form, qkv: list[Tensor], log_phi: Tensor) -> list[Tensor]:
