@@ -79,7 +79,7 @@ def measured(chosen: list[Case], context: Context, seconds: float) -> Iterator[V
             if "gpu" in row:
                 context = replace(context, gpus=row["gpu"]["count"])
             if case.stage == "decode":
-                context = replace(context, decode="gpu" if row.get("decode") == "gpu" else "cpu" if "note" not in row else None)
+                context = replace(context, decode=row.get("decodes", None if "note" in row else "cpu"))
             yield row
 
 

@@ -27,7 +27,7 @@ class Context:
         work: folder for its files; ``shards`` is in it after the stage ``data``.
         miniature: the whole path in small, on a CPU too.
         gpus: how many there are; 0 before the stage ``machine``, and on a CPU.
-        decode: where images are decoded unless the case is about that, "gpu" or "cpu"; None: the GPU's decoder was not tried out.
+        decode: how the GPU decodes images, as it was tried out: their "regions", the "whole" of them, or not ("cpu"); None: it was not.
     """
 
     stage: str

@@ -89,7 +89,7 @@ def batches_in_memory() -> Iterator[None]:
     from pipeline.loader.batches import TrainBatches
     from pipeline.training import start
 
-    def loader(shards: Any, config: Any, decode: str, world: World, first_step: int) -> InMemory:
+    def loader(shards: Any, config: Any, decode: str, world: World, first_step: int, *_: Any) -> InMemory:
         batches = TrainBatches.of_run(shards, config)
         return InMemory(batches, world.device, config.data.max_bad_samples, first_step * batches.batches_per_step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pipeline.config import Config
     from pipeline.loader.loader import Loader
 
+_PROBE = "pipeline.loader.probe"
 _TOLERATED = 2.0  # levels of 255
 
 
@@ -31,18 +33,12 @@ def measure(context: Context) -> Rows:
 
 def decoding(context: Context) -> Values:
     """Where the loader may decode: the verdict of the package's own trial, which asks a process of its own."""
-    if not has_module("pipeline.loader.probe"):
+    if not has_module(_PROBE):
         return {"note": "this code does not try out the GPU's decoder: the CPU decodes, but in cases about the GPU"}
-    from pipeline.loader.probe import decoding_verdict
-
     from pipeline.shards.shard_set import ShardSet
 
-    verdict = decoding_verdict(ShardSet(str(context.shards), "train"), context.device)
-    return {
-        "decode": "cpu" if verdict.form == "cpu" else "gpu",
-        "decodes": verdict.form,
-        "says": verdict.reason or "as the CPU does",
-    }
+    verdict = import_module(_PROBE).decoding_verdict(ShardSet(str(context.shards), "train"), context.device)
+    return {"decodes": verdict.form, "says": verdict.reason or "as the CPU does"}
 
 
 def configs(context: Context) -> dict[str, Config]:
@@ -61,7 +57,8 @@ def build(context: Context, plan: Any, config: Config, decode: str) -> Loader:
     from pipeline.loader.loader import Loader
 
     data = config.data.model_copy(update={"decode": decode if context.device.type == "cuda" else "cpu"})
-    return Loader(plan, data, context.device, len(os.sched_getaffinity(0)))
+    form: Values = {"form": context.decode} if context.decode == "whole" else {}
+    return Loader(plan, data, context.device, len(os.sched_getaffinity(0)), **form)
 
 
 def train_batches(context: Context, config: Config) -> Any:

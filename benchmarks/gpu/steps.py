@@ -62,10 +62,11 @@ def case_config(context: Context, world_size: int = 1) -> Config:
     from pipeline.config import load_config
 
     told = context.options
+    on_gpu = told["source"] == "loader" and context.gpus and context.decode in ("regions", "whole")
     name = "-".join(str(value).replace("=", "-") for value in told.values())
     words = [
         f"data.path={context.shards}",
-        f"data.decode={context.decode or 'cpu'}",
+        f"data.decode={'gpu' if on_gpu else 'cpu'}",
         f"output_dir={context.work / 'runs' / f'{name}-{world_size}'}",
         f"model.num_classes={context.classes}",
         f"model.image_size={context.image_size}",
