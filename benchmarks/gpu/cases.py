@@ -70,9 +70,9 @@ class Case:
 
 def cases(miniature: bool) -> Iterator[Case]:
     """All cases, or in miniature one of each kind."""
-    yield Case("machine", "machine", "machine", 60)
-    yield Case("data", "shards", "data", 120)
-    yield Case("decode", "regions of JPEGs", "loading", 90, needs_data=True)
+    yield Case("machine", "machine", "machine", 120)
+    yield Case("data", "shards", "data", 180)
+    yield Case("decode", "regions of JPEGs", "loading", 150, needs_data=True)
     if miniature:
         yield from _miniature()
         return

@@ -90,7 +90,7 @@ def batches_in_memory() -> Iterator[None]:
     from pipeline.training import start
 
     def loader(shards: Any, config: Any, decode: str, world: World, first_step: int, *_: Any) -> InMemory:
-        batches = TrainBatches.of_run(shards, config)
+        batches = TrainBatches.of_run(shards, config, world.rank, world.size)
         return InMemory(batches, world.device, config.data.max_bad_samples, first_step * batches.batches_per_step)
 
     with patch.object(start, "training_loader", loader), patch.object(start, "evaluation_loader", MagicMock()):

@@ -9,22 +9,9 @@ from benchmarks.gpu.cases import TITLES
 from benchmarks.gpu.common import Values
 
 _REASONS = ("skipped", "failed", "note", "profiler")
-# In the name of the case, or not for a table.
-_HIDDEN = {
-    "stage",
-    "case",
-    "log",
-    "model",
-    "micro_batch",
-    "compile",
-    "zero_stage",
-    "world_size",
-    "source",
-    "width",
-    "heads",
-    "head_dim",
-}
-_HIDDEN |= {"form", "recipe", "decode", "file", "changed", "kernels", "packages", *_REASONS}
+# In the name of the case, or too long for a table.
+_HIDDEN = {*_REASONS, *"stage case model micro_batch compile zero_stage world_size source changed recipe decode file".split()}
+_HIDDEN |= set("width heads head_dim form kernels gpu software log".split())
 _SHARES = ("mfu", "data_wait", "beyond_2_levels")
 
 
