@@ -34,12 +34,13 @@ _TOO_SHORT = 15.0  # seconds in which no case comes to its figures
 _KEPT = 0.3  # of the time beyond ten minutes, for the tests
 _BEFORE = 600.0  # seconds
 _NEEDED = ("machine", "data", "decode")  # what others read
+_STAGES = [name for name in TITLES if name != "kernel"]  # whose rows come with those of steps
 
 
 def arguments() -> argparse.Namespace:
     parser = command_parser("benchmarks.gpu", __doc__)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the record here, anew after each row")
-    parser.add_argument("--only", metavar="STAGE,...", help=f"of {', '.join(TITLES)}; what they read is measured too")
+    parser.add_argument("--only", metavar="STAGE,...", help=f"of {', '.join(_STAGES)}; what they read is measured too")
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help="for all; with more, cases have more as well (default: %(default)g)"
     )
@@ -54,10 +55,10 @@ def chosen(only: str | None, miniature: bool) -> list[Case]:
     Raises:
         UserError: there is no such stage.
     """
-    names = only.split(",") if only else list(TITLES)
+    names = only.split(",") if only else _STAGES
     for name in names:
-        if name not in TITLES:
-            raise UserError(f"--only must name some of {', '.join(TITLES)}, got {name!r}", "correct it")
+        if name not in _STAGES:
+            raise UserError(f"--only must name some of {', '.join(_STAGES)}, got {name!r}", "correct it")
     found = [case for case in cases(miniature) if case.stage in names or case.stage in _NEEDED]
     needs_data = any(case.needs_data for case in found if case.stage in names)
     return [case for case in found if case.stage in names or case.stage == "machine" or needs_data]

@@ -17,7 +17,7 @@ TITLES = {
     "data": "Data",
     "decode": "Decoding on the GPU, tried out",
     "step": "Training steps",
-    "kernel": "The largest kernels of a step, batch 128, train.compile=blocks, ms per step",
+    "kernel": "The largest kernels of a step, batch 128, train.compile=model, ms per step",
     "variant": "Training steps, one setting changed",
     "authors": "The authors' form of a step",
     "attention": "Peripheral attention of one layer, batch 128",
@@ -35,6 +35,7 @@ _WIDTHS = 4  # of heads in each PerViT: one for each of its parts
 # An error where the kernels cannot run, instead of the plain form under their name; on a CPU they are interpreted.
 _KERNELS, _INTERPRETED = {"PERVIT_ATTENTION": "triton"}, {"TRITON_INTERPRET": "1"}
 T, S, M = "pervit_t", "pervit_s", "pervit_m"
+AUTO = "model"  # of train.compile, on a GPU
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,12 @@ def cases(miniature: bool) -> Iterator[Case]:
         yield from _miniature()
         return
     # 1. How fast the models train, without the loader
-    yield from (
-        step(*each) for each in ((M, 128, "blocks"), (T, 128, "blocks"), (M, 128, "off"), (T, 128, "off"), (S, 128, "blocks"))
-    )
+    yield from (step(*each) for each in ((M, 128, "off"), (M, 128, AUTO), (T, 128, "off"), (T, 128, AUTO), (S, 128, AUTO)))
     # 2. Why, and what the rest of a node does
     yield from (attention(M, width) for width in range(_WIDTHS))
     yield convolutions(M)
     yield from (loader("full recipe", place) for place in ("cpu", "gpu"))
-    yield from (step(model, 128, "blocks", zero_stage, all_gpus=True) for model in (M, T) for zero_stage in (0, 1))
+    yield from (step(model, 128, AUTO, zero_stage, all_gpus=True) for model in (M, T) for zero_stage in (0, 1))
     yield Case("exchange", "all GPUs", "machine", 60, all_gpus=True)
     # 3. What other settings give
     yield from (step(model, 128, "graphs") for model in (M, T, S))
@@ -92,13 +91,14 @@ def cases(miniature: bool) -> Iterator[Case]:
     yield from (authors(model) for model in (T, M, S))
     yield from (attention(model, width) for model in (T, S) for width in range(_WIDTHS))
     yield from (convolutions(model) for model in (T, S))
-    yield from (step(model, 256, "blocks") for model in (M, T, S))
-    yield from (step(model, 128, "blocks", source="loader") for model in (T, M))
+    yield from (step(model, 256, AUTO) for model in (M, T, S))
+    yield from (step(model, 128, AUTO, source="loader") for model in (T, M))
     yield from (loader("crop and flip", place) for place in ("cpu", "gpu"))
     yield Case("pixels", "three recipes", "loading", 90, needs_data=True)
+    yield from (step(model, 128, "blocks") for model in (M, T, S))
     yield from (step(model, 256, compile_) for compile_ in ("off", "graphs") for model in (M, T, S))
     yield from variants()
-    yield from (step(model, batch, "model") for batch in (128, 256) for model in (M, T, S))
+    yield from (step(model, 256, "blocks") for model in (M, T, S))
     # 4. Tests
     yield from (test(file) for file in test_files())
 
@@ -131,7 +131,7 @@ def variants(batch: int = 128) -> Iterator[Case]:
         ("deterministic algorithms", T, "train.deterministic=true", {}),
     ]
     for name, model, changed, variables in changes:
-        plain = step(model, batch, "off" if batch < 128 else "blocks")
+        plain = step(model, batch, "off" if batch < 128 else AUTO)
         yield Case(
             "variant", f"{plain.name} {name}", "steps", 180, {**plain.options, "changed": changed}, False, True, variables
         )

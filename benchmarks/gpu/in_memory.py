@@ -54,7 +54,7 @@ class InMemory:
 
         self.batches, self.device, self._next = batches, device, start
         self.bad = BadSamples(batches.shards, max_bad_samples, left_out=False)
-        self._images = torch.randn(batches.batch_size, 3, batches.image_size, batches.image_size, device=device)  # (B, 3, H, W)
+        self.images = torch.randn(batches.batch_size, 3, batches.image_size, batches.image_size, device=device)  # (B, 3, H, W)
 
     def __iter__(self) -> InMemory:
         return self
@@ -71,7 +71,7 @@ class InMemory:
         if mixing is not None:
             other_labels, weight = mixed_labels(labels, mixing)
         arrays = [self._put(each) for each in (labels, other_labels, weight, request.valid)]
-        return Batch(self._images, *arrays, request=request, replaced=0)
+        return Batch(self.images, *arrays, request=request, replaced=0)
 
     def _put(self, values: np.ndarray) -> torch.Tensor:
         """On the device without a wait, as the loader does."""
@@ -89,9 +89,13 @@ def batches_in_memory() -> Iterator[None]:
     from pipeline.loader.batches import TrainBatches
     from pipeline.training import start
 
-    def loader(shards: Any, config: Any, decode: str, world: World, first_step: int, *_: Any) -> InMemory:
+    def loader(shards: Any, config: Any, decode: str, world: World, first_step: int, *rest: Any) -> InMemory:
         batches = TrainBatches.of_run(shards, config, world.rank, world.size)
-        return InMemory(batches, world.device, config.data.max_bad_samples, first_step * batches.batches_per_step)
+        in_memory = InMemory(batches, world.device, config.data.max_bad_samples, first_step * batches.batches_per_step)
+        layout = next((each.image_format for each in rest if hasattr(each, "image_format")), None)
+        if layout and world.device.type == "cuda" and config.train.precision == "bf16":  # as the run's loader gives them
+            in_memory.images = in_memory.images.to(torch.bfloat16, memory_format=layout)
+        return in_memory
 
     with patch.object(start, "training_loader", loader), patch.object(start, "evaluation_loader", MagicMock()):
         yield

@@ -51,7 +51,7 @@ def measure(context: Context) -> Rows:
     if values["compile"] != config.train.compile:
         values["failed"] = f"train.compile={config.train.compile} failed, so this is without"
     yield values
-    if context.stage == "step" and (told["compile"], context.batch, world.size, in_memory) == ("blocks", 128, 1, True):
+    if context.stage == "step" and (told["compile"], context.batch, world.size, in_memory) == ("model", 128, 1, True):
         for number, kernel in enumerate(kernels, 1):
             yield {"stage": "kernel", "case": f"{told['model']} {number}", **kernel}
     disconnect()
