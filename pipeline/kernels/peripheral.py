@@ -28,11 +28,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def peripheral_attention(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor | None) -> Tensor:
-    """:func:`packed_attention` of q, k and v (B, heads, N, head_dim), with any strides -> (B, heads, N, head_dim)."""
+    """:func:`packed_attention` of q, k and v (B, heads, N, head_dim), with any strides, which are copied for the kernels ->
+    (B, heads, N, head_dim)."""
     if log_phi is None or not uses_triton(q):
         return biased_attention(q, k, v, log_phi)
     packed = torch.stack([part.transpose(1, 2) for part in (q, k, v)], 2)  # (B, N, 3, heads, head_dim)
-    return packed_attention(packed, log_phi).transpose(1, 2)
+    head_dim = q.shape[-1]
+    if padding := aligned_width(head_dim, q.device) - head_dim:
+        packed = F.pad(packed, (0, padding))
+    return packed_attention(packed, log_phi, head_dim)[..., :head_dim].transpose(1, 2)
 
 
 def packed_attention(qkv: Tensor, log_phi: Tensor | None, head_dim: int | None = None) -> Tensor:
