@@ -1,11 +1,11 @@
-"""Build DeepSpeed's engine from the run's config, without a config file of its own, and step its optimizer."""
+"""Build the engine of a run, ours without ZeRO and DeepSpeed's with it, from the run's config alone, and step its optimizer."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from pipeline.cluster.world import World
 from pipeline.config import Config, accumulation_steps
 from pipeline.errors import UserError
 from pipeline.optim.build import LR_SCALE, build_optimizer, optimizer_description
+from pipeline.optim.plain_engine import PlainEngine
 from pipeline.optim.slices import Engine as Engine
 from pipeline.optim.slices import SliceOptimizer, inner_optimizer
 
@@ -50,16 +51,14 @@ def zero_stage(config: Config, world_size: int) -> int:
 
 
 def deepspeed_config(config: Config, world_size: int) -> dict:
-    """DeepSpeed's config. Raises UserError: the batch sizes do not divide."""
-    stage = zero_stage(config, world_size)
+    """DeepSpeed's config, for a stage from 1 on. Raises UserError: the batch sizes do not divide."""
     return {
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": accumulation_steps(config.train, world_size, config.augment.unit),
-        # Without ZeRO, DeepSpeed computes the norm once more and clips one parameter at a time: optimizer_step does it instead.
-        "gradient_clipping": config.optim.clip_grad_norm or 0.0 if stage else 0.0,
+        "gradient_clipping": config.optim.clip_grad_norm or 0.0,
         "zero_optimization": {
-            "stage": stage,
+            "stage": zero_stage(config, world_size),
             "overlap_comm": world_size > 1,
             "reduce_bucket_size": REDUCE_BUCKET,
             "allgather_bucket_size": GATHER_BUCKET,
@@ -88,26 +87,32 @@ def build_engine(model: Model, config: Config, world: World, optimizer: torch.op
     Args:
         optimizer: instead of the config's; each of its groups has the ``names`` of its parameters.
     """
+    model.to(world.device)
+    optimizer = optimizer or build_optimizer(model, config.optim)
+    if zero_stage(config, world.size) == 0:
+        joined = optimizer_description(config.optim).takes_slices
+        plain: Any = PlainEngine(model, optimizer, joined, config, world)
+        return _placed(plain, world)
     with quiet_deepspeed():
         import deepspeed
 
         # Its caution about optimizers that it does not know, which are tried here.
         logging.getLogger("DeepSpeed").addFilter(lambda record: "ZeRO with an untested optimizer" not in record.getMessage())
-        model.to(world.device)
         with _groups_with_timeout(config.distributed.collective_timeout):
             engine: Engine[Model] = deepspeed.initialize(
                 model=model,
-                optimizer=optimizer or build_optimizer(model, config.optim),
+                optimizer=optimizer,
                 config=deepspeed_config(config, world.size),
             )[0]
-    engine.clip_grad_norm = config.optim.clip_grad_norm or math.inf
+    if engine.zero_optimization_stage() in (1, 2) and world.device.type == "cuda":
+        _wait_for_the_reduction_only(engine.optimizer)
+    return _placed(engine, world)
+
+
+def _placed(engine: Engine[Model], world: World) -> Engine[Model]:
     inner = inner_optimizer(engine)
     if isinstance(inner, SliceOptimizer):
         inner.place(engine, world)
-    if world.size == 1:
-        engine.enable_backward_allreduce = False  # it would copy all gradients twice and send them nowhere
-    if engine.zero_optimization_stage() in (1, 2) and world.device.type == "cuda":
-        _wait_for_the_reduction_only(engine.optimizer)
     return engine
 
 
@@ -154,12 +159,19 @@ def set_learning_rate(engine: Engine, lr: float) -> None:
 
 
 def micro_batches(engine: Engine, count: int | None = None) -> Iterator[int]:
-    """Count the micro-batches of a step from 0, within :func:`weights_cast_once`; ``count`` of them, or those of the config."""
-    with weights_cast_once(engine.zero_optimization_stage()):
+    """Count the micro-batches of a step from 0, ``count`` of them or those of the config; each weight is cast to bf16 once for all."""
+    copies = engine.computing_weights() if isinstance(engine, PlainEngine) else nullcontext()
+    with weights_cast_once(engine.zero_optimization_stage()), copies:
         for number in range(count or engine.gradient_accumulation_steps()):
             if count:
                 engine.set_gradient_accumulation_boundary(number == count - 1)
             yield number
+
+
+def prepare(engine: Engine, images: Tensor, noise: Tensor | None) -> None:
+    """Let an engine look at the first micro-batch of a start, within :func:`micro_batches`; it does nothing at the others."""
+    if isinstance(engine, PlainEngine):
+        engine.prepare(images, noise)
 
 
 @contextmanager
@@ -190,23 +202,7 @@ def optimizer_step(engine: Engine) -> float | Tensor | None:
     if not engine.is_gradient_accumulation_boundary():
         engine.step()
         return None
-    if engine.zero_optimization_stage():
-        engine.step()  # checks the gradients of all ranks for inf and NaN itself
-        return engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
-    norm = _clip_replicated(engine)
-    if not math.isfinite(norm):
-        engine.zero_grad()  # optimizers ignore parameters without a gradient
-    engine.step()
-    return norm
-
-
-def _clip_replicated(engine: Engine) -> Tensor:
-    """Without ZeRO, DeepSpeed reports no norm, but every rank holds all of the gradients: clip them. Returns their norm before, ()."""
-    parameters = [p for p in engine.module.parameters() if p.requires_grad]
-    for parameter in parameters:
-        if parameter.grad is None:  # unused in this step: its weights decay all the same, as under ZeRO
-            parameter.grad = torch.zeros_like(parameter)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if engine.clip_grad_norm < math.inf:
-        torch.nn.utils.clip_grads_with_norm_(parameters, engine.clip_grad_norm, norm)
-    return norm
+    if isinstance(engine, PlainEngine):
+        return engine.update()
+    engine.step()  # checks the gradients of all ranks for inf and NaN itself
+    return engine.get_global_grad_norm() if engine.was_step_applied() else math.inf  # type: ignore[attr-defined]

@@ -187,6 +187,7 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
         profiler=StepProfiler(folder, config.log.profile_steps, world, step, last_step),
         first_step=step,
+        unsettled=None,
         step=step,
         skipped_steps=before.skipped_steps if before else 0,
         best=before.best if before else None,
