@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.cluster.rendezvous import quiet_deepspeed
 from pipeline.cluster.world import World
-from pipeline.config import Config, accumulation_steps
+from pipeline.config import AUTO, Config, accumulation_steps
 from pipeline.errors import UserError
 from pipeline.optim.build import LR_SCALE, build_optimizer, optimizer_description
 from pipeline.optim.plain_engine import PlainEngine
@@ -28,26 +28,48 @@ from pipeline.optim.slices import SliceOptimizer, inner_optimizer
 # is one bucket of 2 GB, reduced after the backward pass.
 REDUCE_BUCKET = 5_000_000
 GATHER_BUCKET = 50_000_000  # elements of updated weights that one all-gather collects: nothing waits for a part of them
+_SHARED_BYTES = 8  # of a parameter that stage 1 shares out: AdamW's two moments
+_WORTHWHILE = 0.05  # of a GPU's memory: for less, no step waits for DeepSpeed
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def zero_stage(config: Config, world_size: int) -> int:
-    """The ZeRO stage that a run takes: ``train.zero_stage``, or 0 for one process, which has nobody to share with.
+def zero_stage(config: Config, world_size: int, parameters: int = 0, memory: int | None = None) -> int:
+    """The ZeRO stage that a run takes, see :func:`choose_zero_stage`."""
+    return choose_zero_stage(config, world_size, parameters, memory)[0]
 
-    Stages 1 to 3 would copy every gradient into a bucket, the gradients into a flat shard, and keep the weights twice.
+
+def choose_zero_stage(config: Config, world_size: int, parameters: int, memory: int | None) -> tuple[int, str]:
+    """The ZeRO stage that a run takes, and why another one than the config's, in half a sentence.
+
+    It is 0 for one process, which has nobody to share with: stages 1 to 3 would copy every gradient into a bucket, the gradients into
+    a flat shard, and keep the weights twice.
+
+    Args:
+        parameters: that learn; for "auto".
+        memory: bytes of a GPU; None: the devices are CPUs, which do not wait for launches, and whose memory all processes share.
 
     Raises:
         UserError: the optimizer cannot step on slices of parameters, which is what ZeRO gives it.
     """
-    stage = config.train.zero_stage if world_size > 1 else 0
-    if stage and not optimizer_description(config.optim).takes_slices:
-        raise UserError(
-            f"train.zero_stage must be 0 on several processes with optim.name={config.optim.name}, which needs whole parameters, "
-            f"got {stage}",
-            "set train.zero_stage=0",
-        )
-    return stage
+    asked, optimizer = config.train.zero_stage, optimizer_description(config.optim)
+    if world_size == 1:
+        return 0, "" if asked in (0, AUTO) else f"train.zero_stage {asked} has nothing to share out on one process"
+    if isinstance(asked, int):
+        if asked and not optimizer.takes_slices:
+            raise UserError(
+                f"train.zero_stage must be 0 on several processes with optim.name={config.optim.name}, which needs whole parameters, "
+                f"got {asked}",
+                "set train.zero_stage=0",
+            )
+        return asked, ""
+    if not optimizer.takes_slices:
+        return 0, f"auto: {config.optim.name} needs whole parameters"
+    if memory is None:
+        return 1, "auto: the devices are CPUs"
+    saved = _SHARED_BYTES * parameters * (1 - 1 / world_size)
+    compared = f"stage 1 saves {saved / 2**30:.2f} GiB, {saved / memory:.1%} of a GPU's {memory / 2**30:.0f}"
+    return (0 if saved < _WORTHWHILE * memory else 1), f"auto: {compared}"
 
 
 def deepspeed_config(config: Config, world_size: int) -> dict:

@@ -237,7 +237,7 @@ def read_measured(path: Path) -> Measured:
     evaluations = run.seconds_of("evaluation")
     first_ends = columns["time"][steps == done + 1] if "time" in columns else np.empty(0)
     began = float(first_ends[0]) - start.began if len(first_ends) and start.began is not None else -1.0
-    hosts, stage = len(start.hosts) or 1, config.train.zero_stage if start.zero_stage is None else start.zero_stage
+    hosts, stage = len(start.hosts) or 1, start.zero_stage or 0
     return Measured(
         source=str(path),
         config=config,

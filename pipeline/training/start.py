@@ -149,7 +149,7 @@ class Start:
         say_once(self.world, f"data: {data.description()}")
         say_once(self.world, f"resuming {self.folder} from step {before.step}" if before else f"a new run: {self.folder}")
         settled = settle(self.config, before, self.world)
-        return PreparedRun(settled, data, before, *build(settled.config, self.world, data.train_set.classes, verified))
+        return PreparedRun(settled, data, before, *build(settled, self.world, data.train_set.classes, verified))
 
 
 def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Heartbeat, lock: RunLock | None) -> Run:

@@ -106,8 +106,7 @@ def steps(world: World, stage: int) -> dict:
         },
         "own groups": len(groups),
         "groups with our timeout": sum(
-            group._get_backend(torch.device(world.device.type)).options._timeout == limit
-            for group in groups | of_deepspeed
+            group._get_backend(torch.device(world.device.type)).options._timeout == limit for group in groups | of_deepspeed
         ),
         "all groups": len(groups | of_deepspeed),
     }
