@@ -53,6 +53,10 @@ class WeightAverage:
             rate = (1 - self.decay) * taken  # 0: every number stays as it is
             if self._flat:
                 self._flat[0].lerp_(self._flat[1], rate)
+            else:
+                held = dict(self._held())
+                averages += [self.averages[name] for name in held]
+                values += held.values()
             if averages:  # which no foreach operation does with a rate on the device
                 changes = torch._foreach_sub(values, averages)
                 torch._foreach_mul_(changes, rate)
@@ -134,7 +138,8 @@ class StepStatistics:
             return
         (statistics, counts), (before, counted) = self._now, self._before
         mean = self._world.sum(statistics.clone()).div_(self._world.size)  # (F,)
-        taken = torch.as_tensor(taken, device=mean.device)
+        if not isinstance(taken, Tensor):
+            taken = torch.full((), taken, device=mean.device)  # which no copy has to wait for
         torch.where(taken, before.lerp(mean, self._rates), before, out=statistics)
         torch.add(counted, taken, out=counts)
         for norm, momentum in zip(self._norms, self._momentum):

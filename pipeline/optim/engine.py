@@ -22,6 +22,7 @@ from pipeline.optim.build import LR_SCALE, build_optimizer, optimizer_descriptio
 from pipeline.optim.plain_engine import PlainEngine
 from pipeline.optim.slices import Engine as Engine
 from pipeline.optim.slices import SliceOptimizer, inner_optimizer
+from pipeline.optim.zero_waits import skip_on_the_device, wait_for_the_reduction_only
 
 # Elements of a gradient bucket: 20 MB in fp32, large enough for the full bandwidth of NCCL and gloo, small enough that models of
 # 8 to 90 million parameters have several, whose reduction overlaps with the rest of the backward pass. DeepSpeed's default, 5e8,
@@ -126,8 +127,10 @@ def build_engine(model: Model, config: Config, world: World, optimizer: torch.op
                 optimizer=optimizer,
                 config=deepspeed_config(config, world.size),
             )[0]
-    if engine.zero_optimization_stage() in (1, 2) and world.device.type == "cuda":
-        _wait_for_the_reduction_only(engine.optimizer)
+    if engine.zero_optimization_stage() in (1, 2):
+        skip_on_the_device(engine.optimizer)
+        if world.device.type == "cuda":
+            wait_for_the_reduction_only(engine.optimizer)
     return _placed(engine, world)
 
 
@@ -151,27 +154,6 @@ def _groups_with_timeout(seconds: float) -> Iterator[None]:
         yield
     finally:
         dist.new_group = new_group
-
-
-def _wait_for_the_reduction_only(optimizer: Any) -> None:
-    """With ``overlap_comm``, DeepSpeed's ZeRO 1 and 2 wait for the whole device after the last bucket, and so for the loader's
-    streams. What follows needs the reduced gradients only: the current stream waits for the reduction's.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator, epilogue = get_accelerator(), optimizer.independent_gradient_partition_epilogue
-
-    def wait(device: int | None = None) -> None:
-        accelerator.current_stream().wait_stream(optimizer.reduction_stream)
-
-    def with_stream_wait() -> None:
-        accelerator.synchronize = wait  # on the instance, in front of the class's method
-        try:
-            epilogue()
-        finally:
-            del accelerator.synchronize
-
-    optimizer.independent_gradient_partition_epilogue = with_stream_wait
 
 
 def set_learning_rate(engine: Engine, lr: float) -> None:
@@ -228,3 +210,8 @@ def optimizer_step(engine: Engine) -> float | Tensor | None:
         return engine.update()
     engine.step()  # checks the gradients of all ranks for inf and NaN itself
     return engine.get_global_grad_norm() if engine.was_step_applied() else math.inf  # type: ignore[attr-defined]
+
+
+def was_taken(norm: float | Tensor) -> bool | Tensor:
+    """Whether the step with this gradient norm was taken; () bool on the device that has the norm."""
+    return norm < math.inf

@@ -18,7 +18,7 @@ from pipeline.optim.build import LR_SCALE
 
 _ALIGNMENT = 64  # elements: a view begins at 256 bytes in float32 and at 128 in bf16, as kernels with vector loads want it
 _ROW = 4096  # elements that a norm is summed over at once: PyTorch's sum of squares on a CPU is off by 5e-4 for 8 million
-_SLICES = 4  # of the gradients: few reductions, of which only the last one has nothing to overlap with
+PARTS = 4  # of the gradients, about: few reductions, of which only the last one has nothing to overlap with
 
 
 @dataclass
@@ -78,7 +78,7 @@ class FlatParameters:
     def _divided(self, size: int) -> Iterator[Part]:
         first, begin, ends = 0, 0, [*list(self.begins.values())[1:], size]
         for number, end in enumerate(ends):
-            if end == size or end - begin >= size / _SLICES:
+            if end == size or end - begin >= size / PARTS:
                 yield Part(range(first, number + 1), begin, end)
                 first, begin = number + 1, end
 

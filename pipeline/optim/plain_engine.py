@@ -21,7 +21,7 @@ from pipeline.cluster.world import World
 from pipeline.config import Config, accumulation_steps
 from pipeline.optim.bf16_copies import Bf16Copies
 from pipeline.optim.flat import FlatParameters, Part
-from pipeline.optim.slices import Slice, SliceOptimizer
+from pipeline.optim.slices import Slice, skips_on_the_device
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -53,8 +53,7 @@ class PlainEngine(Generic[Model]):
         self._divisor = self._micro_batches * world.size
         self._held: dict[nn.Parameter, tuple[Tensor, int]] = {}  # what the optimizer updates instead, and where in it
         self._updated = self._join() if joined else list(zip(flat.parameters, flat.views(flat.gradients)))
-        # GradScaler's interface to PyTorch's fused optimizers, of which Muon is one for other parameters only.
-        self._skips = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, SliceOptimizer)
+        self._skips = skips_on_the_device(optimizer)
         self._views = [flat.views(flat.gradients[part.begin : part.end], part) for part in flat.parts]
         self._added: tuple[Tensor, list[list[Tensor]]] | None = None  # a part's gradients of a later micro-batch, and views
         self._part_of = [part for part in flat.parts for _ in part.numbers]
@@ -65,7 +64,6 @@ class PlainEngine(Generic[Model]):
         self._number, self._last_is = 0, cast("bool | None", None)
         self._running, self._reduced = False, 0  # a backward pass; parts of the gradients whose reduction has begun
         self._works: list[Any] = []  # their reductions
-        self._taken = torch.zeros((), dtype=torch.bool)
 
     def __call__(self, images: Any, *more: Any) -> Any:
         with self._autocast():
@@ -95,16 +93,16 @@ class PlainEngine(Generic[Model]):
             work.wait()
         self._works, self._number, self._last_is = [], 0, None
         norm = self.flat.gradient_norm()
-        self._taken = norm < math.inf
+        taken = norm < math.inf
         if self._clip_grad_norm:  # as torch.nn.utils.clip_grad_norm_; what pads the parameters must not become NaN
             self.flat.gradients.mul_((self._clip_grad_norm / (norm + 1e-6)).clamp_(max=1).nan_to_num_(0.0))
         for tensor, gradient in self._updated:
             tensor.grad = gradient
         if self._skips:
-            self.optimizer.found_inf = 1 - self._taken.float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = 1 - taken.float()  # type: ignore[attr-defined]
             self.optimizer.step()
             del self.optimizer.found_inf  # type: ignore[attr-defined]
-        elif self._taken:  # waits for the device
+        elif taken:  # waits for the device
             self.optimizer.step()
         for tensor, _ in self._updated:
             tensor.grad = None
@@ -145,9 +143,6 @@ class PlainEngine(Generic[Model]):
 
     def gradient_accumulation_steps(self) -> int:
         return self._micro_batches
-
-    def was_step_applied(self) -> Tensor | bool:
-        return self._taken
 
     def zero_optimization_stage(self) -> int:
         return 0

@@ -52,9 +52,6 @@ class Engine(Protocol[WrappedModel]):
     def eval(self) -> Any: ...
     def gradient_accumulation_steps(self) -> int: ...
     def is_gradient_accumulation_boundary(self) -> bool: ...
-    def was_step_applied(self) -> Tensor | bool:
-        """Whether the last step was taken: known at once, or () bool on the device."""
-
     def zero_optimization_stage(self) -> int: ...
 
 
@@ -101,6 +98,12 @@ def slice_of(engine: Engine, name: str, parameter: nn.Parameter) -> Slice | None
 def inner_optimizer(engine: Engine) -> torch.optim.Optimizer:
     """PyTorch's optimizer, without what DeepSpeed puts around it."""
     return engine.optimizer if engine.zero_optimization_stage() == 0 else engine.optimizer.optimizer
+
+
+def skips_on_the_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it skips a step on its own if its ``found_inf`` is 1: GradScaler's interface to PyTorch's fused optimizers. Muon is one
+    for other parameters only."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, SliceOptimizer)
 
 
 def updated_groups(engine: Engine) -> Iterator[tuple[dict[str, Any], Sequence[Tensor]]]:

@@ -19,7 +19,7 @@ from pipeline.loader.loader import Batch
 from pipeline.metrics import record
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.averages import StepStatistics, WeightAverage
-from pipeline.optim.engine import Engine, micro_batches, optimizer_step, prepare, set_learning_rate
+from pipeline.optim.engine import Engine, micro_batches, optimizer_step, prepare, set_learning_rate, was_taken
 from pipeline.step.loss import Objective
 from pipeline.stream.philox import Stream, random_words, uniforms
 
@@ -113,7 +113,7 @@ def train_step(
         before_update()
     grad_norm = optimizer_step(engine)
     assert grad_norm is not None  # the last micro-batch completes the step
-    taken = engine.was_step_applied()
+    taken = was_taken(grad_norm)
     result = StepResult(requests, losses, batch, grad_norm, Answer(taken))
     record("loss", result.loss)
     record("lr", lr, reduce="max")

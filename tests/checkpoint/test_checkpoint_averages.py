@@ -47,7 +47,7 @@ def trained(world: World) -> tuple[PlainEngine, WeightAverage]:
     for _ in range(3):
         engine.backward(engine(torch.randn(8, 3, 2, 2) + 3).square().mean())
         engine.update()
-        average.update(engine.was_step_applied())
+        average.update(taken=True)
     return engine, average
 
 
