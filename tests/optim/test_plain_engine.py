@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from pipeline.cluster.world import World
 from pipeline.config import Config, config_from_dict
@@ -22,6 +24,7 @@ from pipeline.optim.engine import build_engine, choose_zero_stage, micro_batches
 from pipeline.optim.plain_engine import PlainEngine
 from pipeline.step.loss import Objective, label_loss
 from pipeline.step.train_step import StepResult, TrainState, forward_backward, random_batch, train_step
+from pipeline.training import compiling
 
 STEPS, MICRO_BATCHES, LR, DECAY, CLIP = 20, 2, 0.001, 0.9, 0.3
 SIDE, CLASSES = 32, 16
@@ -213,3 +216,28 @@ def test_parts_are_summed_in_one_order(alone: World) -> None:
     set_learning_rate(engine, LR)
     numbers = [number for part in parts for number in part.numbers]
     assert numbers == list(range(len(engine.flat.parameters)))
+
+
+def test_compiled_code_computes_with_the_copies(alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against code that is compiled for float32 weights before their copies are made, and again for these in the next step."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    monkeypatch.setenv(compiling.INDUCTOR, str(tmp_path))
+    settings, graphs, losses = config("bf16"), [], []
+    for kind in ("blocks", "off"):
+        trained = Trained(settings, alone, small_deit())
+        compilation = compiling.Compilation(kind, "bf16", tmp_path, alone, trained.model, trained.state.objective)
+
+        def before_forward(batch: Any, noise: Tensor | None, compilation: compiling.Compilation = compilation) -> None:
+            if compilation.pending:
+                compilation.prepare(batch, noise, accumulates=True)
+
+        torch.compiler.reset()
+        counters.clear()
+        for _ in range(2):
+            images = iter(batches(MICRO_BATCHES, settings))
+            result = train_step(trained.state, lambda images=images: next(images), LR, 0, before_forward)  # type: ignore[misc]
+            losses.append(float(result.loss))
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert compilation.kind == kind
+    assert losses[:2] == losses[2:]
+    assert graphs[0] == graphs[1] == 2 and graphs[2:] == [0, 0]  # a block, and the loss
