@@ -4,8 +4,8 @@ PyTorch builds without CUDA know no tensors of a GPU. Three things differ there:
 too, Φp of all layers is one network, and CUDA's autocast computes norms, softmax and sums in float32, which the CPU's leaves in bf16.
 On a CPU, what :mod:`pipeline.kernels.chunked` does in a loop counts as the one operator that it is to the model.
 
-The engine's allocations are those of DeepSpeed 0.19's ``stage_1_and_2.py`` and ``stage3.py`` with the settings of
-:func:`pipeline.optim.engine.deepspeed_config`, of the rank that holds most.
+The engine's allocations are those of :mod:`pipeline.optim.plain_engine`, or of DeepSpeed 0.19's ``stage_1_and_2.py`` and ``stage3.py``
+with the settings of :func:`pipeline.optim.engine.deepspeed_config`, of the rank that holds most.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.optim.build import optimizer_description, parameter_groups
 from pipeline.optim.description import MATRICES
 from pipeline.optim.engine import GATHER_BUCKET, REDUCE_BUCKET
+from pipeline.optim.flat import PARTS
 from pipeline.planning.trace import GRADIENTS, PARAMETERS, Trace
 
 OPTIMIZER, BUCKETS = "optimizer state", "communication buckets"
@@ -210,7 +211,7 @@ class EngineMemory:
     """What the engine of a ZeRO stage holds, and allocates at each moment of a step.
 
     ===== ====================================================================================================================
-    0     all of the parameters, gradients and optimizer state on every rank
+    0     all of the parameters, gradients and optimizer state on every rank; gradients are collected in flat ones, a part at a time
     1, 2  a shard of the optimizer's state, of the weights that it updates and, once reduced, of the gradients: of every
           micro-batch with 2, of the step with 1
     3     a shard of everything; a model of less than 1e9 parameters keeps what it has gathered until its backward pass is done
@@ -238,9 +239,11 @@ class EngineMemory:
         if self._stage == 3:
             held = {PARAMETERS: self.weights, GRADIENTS: sum(self._shards), BUCKETS: REDUCE_BUCKET}
             self._held += [self._new(size, label) for label, size in held.items()]
+        if self._stage == 0:
+            self._held.append(self._new(self.elements, GRADIENTS))
         self._filled = 0  # elements of the bucket
         self._buffers: list[Tensor] = []
-        self._large: list[Tensor] = []  # gradients that are not copied into a buffer
+        self._large: list[Tensor] = []  # gradients that are not copied into a buffer; without ZeRO, parameters with gradients
         self._partition: Tensor | None = None  # gradients of this rank's parameters, of this micro-batch
         self._sums: Tensor | None = None  # of the micro-batches before
         for parameter in self.parameters:
@@ -248,7 +251,9 @@ class EngineMemory:
 
     def accumulate(self) -> None:
         """A step's other micro-batches are done: what they leave. With ZeRO 3, nothing: its shard is there from the beginning."""
-        if self._stage < 2:
+        if self._stage == 0:
+            self._held.append(self._new(self.elements / PARTS, GRADIENTS))  # a part's gradients, to be added
+        if self._stage == 1:
             with self._trace.labelled(GRADIENTS):
                 for parameter in self.parameters:
                     parameter.grad = torch.empty_like(parameter)
@@ -270,6 +275,10 @@ class EngineMemory:
         self._trace.relabel(parameter.grad, GRADIENTS)
         self._trace.keep(parameter.grad)
         if not self._stage:
+            self._large.append(parameter)
+            self._filled += parameter.numel()
+            if self._filled >= self.elements / PARTS:
+                self._collect()
             return
         self._allocate_buffers()
         if self._filled + parameter.numel() > REDUCE_BUCKET:
@@ -283,10 +292,7 @@ class EngineMemory:
 
     def after_backward(self) -> None:
         """The backward pass of the step's last micro-batch is over."""
-        if self._stage:
-            self._reduce()
-        elif self._layout.world_size > 1:  # all gradients in one tensor
-            self._new(self.elements, BUCKETS)
+        (self._reduce if self._stage else self._collect)()
         self._buffers = []
         self._sums = self._sums if self._sums is not None else self._partition
         self._partition = None
@@ -309,6 +315,11 @@ class EngineMemory:
     def _allocate_buffers(self) -> None:
         if self._stage < 3 and not self._buffers:
             self._buffers = [self._new(REDUCE_BUCKET, BUCKETS) for _ in range(2)]
+
+    def _collect(self) -> None:
+        for parameter in self._large:
+            parameter.grad = None
+        self._large, self._filled = [], 0
 
     def _reduce(self) -> None:
         if self._filled:
