@@ -29,11 +29,8 @@ TITLES = {
     "compile_test": "Tests of compiled code",
 }
 _COMPILE_TESTS = "tests/test_gpu_compile.py"
-_MARK = "mark.gpu"
 _SECONDS = {"off": 120, "blocks": 180, "model": 300, "graphs": 300}  # limits of a step's case: compiling takes most of it
 _WIDTHS = 4  # of heads in each PerViT: one for each of its parts
-# An error where the kernels cannot run, instead of the plain form under their name; on a CPU they are interpreted.
-_KERNELS, _INTERPRETED = {"PERVIT_ATTENTION": "triton"}, {"TRITON_INTERPRET": "1"}
 T, S, M = "pervit_t", "pervit_s", "pervit_m"
 AUTO = "model"  # of train.compile, on a GPU
 
@@ -125,16 +122,14 @@ def step(model: str, batch: int, compile_: str, zero_stage: int = 0, source: str
 
 def variants(batch: int = 128) -> Iterator[Case]:
     """Steps with one key changed, or one variable."""
-    changes: list[tuple[str, str, str, dict[str, str]]] = [
+    for name, model, changed, variables in (
         ("activation checkpointing", M, "train.activation_checkpointing=true", {}),
         ("attention without its kernels", M, "", {"PERVIT_ATTENTION": "plain"}),
         ("deterministic algorithms", T, "train.deterministic=true", {}),
-    ]
-    for name, model, changed, variables in changes:
+    ):
         plain = step(model, batch, "off" if batch < 128 else AUTO)
-        yield Case(
-            "variant", f"{plain.name} {name}", "steps", 180, {**plain.options, "changed": changed}, False, True, variables
-        )
+        told = {"name": f"{plain.name} {name}", "options": {**plain.options, "changed": changed}}
+        yield replace(plain, stage="variant", variables=variables, **told)
 
 
 def authors(model: str, batch: int = 128) -> Case:
@@ -142,8 +137,9 @@ def authors(model: str, batch: int = 128) -> Case:
 
 
 def attention(model: str, width: int) -> Case:
-    options = {"model": model, "width": width}
-    return Case("attention", f"{model} width {width + 1}", "attention", 90, options, variables=_KERNELS, on_cpu=_INTERPRETED)
+    # An error where the kernels cannot run, instead of the plain form under their name; on a CPU they are interpreted.
+    kernels = {"variables": {"PERVIT_ATTENTION": "triton"}, "on_cpu": {"TRITON_INTERPRET": "1"}}
+    return Case("attention", f"{model} width {width + 1}", "attention", 90, {"model": model, "width": width}, **kernels)
 
 
 def convolutions(model: str, batch: int = 128) -> Case:
@@ -161,6 +157,6 @@ def test(file: str) -> Case:
 
 def test_files() -> list[str]:
     """The files that have tests marked gpu, that of compiled code last."""
-    found = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if _MARK in path.read_text()]
+    found = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
     names = sorted(path.relative_to(REPOSITORY).as_posix() for path in found)
     return sorted((name for name in names if not name.startswith("tests/benchmarks/")), key=lambda name: name == _COMPILE_TESTS)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,17 +101,6 @@ def milliseconds(call: Callable[[], object], device: Any, repeats: int = 1) -> f
     end.record()
     torch.cuda.synchronize(device)
     return begin.elapsed_time(end) / repeats
-
-
-def interleaved(calls: Mapping[str, Callable[[], object]], device: Any, rounds: int, repeats: int) -> dict[str, float]:
-    """Medians in milliseconds; each round times every call once, after a round that is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(rounds + 1):
-        for name, call in calls.items():
-            value = milliseconds(call, device, repeats)
-            if round_:
-                taken[name].append(value)
-    return {name: statistics.median(values) for name, values in taken.items()}
 
 
 class PeakMemory:

@@ -75,6 +75,7 @@ def case_config(context: Context, world_size: int = 1) -> Config:
         f"train.zero_stage={told.get('zero_stage', 0)}",
         f"train.compile={told.get('compile', 'off')}",
         "train.activation_checkpointing=false",
+        "train.max_skipped_steps=1000000",
         "train.epochs=100000",  # no end within the measurement
         "optim.warmup_epochs=1000",
         f"log.every_steps={_counts(context)[2]}",
@@ -128,6 +129,7 @@ def measure_case(context: Context, config: Config, world: World, in_memory: bool
         "first_step_s": first,
         "zero_stage": stage,
         "compile": compiled,  # off if it failed
+        **({"skipped_steps": run.skipped_steps} if run.skipped_steps else {}),  # their gradient was not finite
     }
 
 
