@@ -23,6 +23,6 @@ void launch_graph(const Graph& graph, const void* stream);
 // A stream by its handle; null for the default streams, which cannot be captured.
 Stream* stream_of(const void* handle);
 
-constexpr std::size_t SMALL = 1 << 16;  // bytes; a program goes by what is smaller, while only kernels read what is larger
-// Move bytes that are on the host or on the device.
+// Move bytes that are on the host or on the device. On the device only what has come from the host is moved, and little else: of what
+// kernels should have computed, a single number reads as 0, and nobody goes by the rest.
 void move(void* to, const void* from, std::size_t size);

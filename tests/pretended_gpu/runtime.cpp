@@ -16,11 +16,11 @@
 
 namespace {
 
-constexpr size_t A_NUMBER = 8;  // bytes
+constexpr size_t A_NUMBER = 8, SMALL = 1 << 16;  // bytes
 auto& mutex = *new std::mutex;
 auto& kernels = *new std::unordered_map<const void*, std::string>;  // by the address of the host's function
 auto& streams = *new std::set<Stream*>;
-auto& written = *new std::unordered_map<const void*, size_t>;  // bytes of the last write that began here
+auto& written = *new std::unordered_map<const void*, size_t>;  // bytes of the last copy to here, if it is known what was copied
 size_t allocated = 0;
 
 struct Event {
@@ -76,8 +76,7 @@ cudaError_t copy(void* to, const void* from, size_t size, cudaMemcpyKind kind, c
     const bool from_device = kind == cudaMemcpyDefault ? on_device(from) : kind & 2;
     const std::string name = std::string("copy ") + (from_device ? 'D' : 'H') + '2' + (to_device ? 'D' : 'H');
     pretended_work(name.c_str(), stream);
-    if (size <= SMALL || !(to_device && from_device)) move(to, from, size);
-    return cudaSuccess;
+    return move(to, from, size), cudaSuccess;
 }
 
 cudaError_t fill(void* pointer, int value, size_t size, cudaStream_t stream) {
@@ -112,14 +111,18 @@ cudaError_t record(cudaEvent_t event, cudaStream_t handle) {
 void move(void* to, const void* from, size_t size) {
     std::lock_guard<std::mutex> lock(mutex);
     const auto last = written.find(from);
-    const bool computed = device_memory.contains(from) && (last == written.end() || last->second != size);
-    // A number that a kernel should have computed, perhaps where something else has been, is 0.
-    if (computed && size <= A_NUMBER) {
-        std::memset(to, 0, size);
-    } else {
+    const bool known = !device_memory.contains(from) || (last != written.end() && last->second == size);
+    if (!known && size <= A_NUMBER) {
+        std::memset(to, 0, size);  // a kernel should have computed it, perhaps where something else has been before
+    } else if (known || size <= SMALL || !device_memory.contains(to)) {
         std::memmove(to, from, size);
     }
-    if (device_memory.contains(to)) written[to] = size;
+    if (!device_memory.contains(to)) return;
+    if (known) {
+        written[to] = size;
+    } else {
+        written.erase(to);
+    }
 }
 
 // Kernels
