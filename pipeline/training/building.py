@@ -39,7 +39,7 @@ from pipeline.shards.shard_set import ShardSet
 from pipeline.step.loss import Objective, label_loss
 from pipeline.step.precision import Precision, choose_precision
 from pipeline.step.train_step import TrainState
-from pipeline.training.compiling import GRAPHS, MODEL, OFF
+from pipeline.training.compiling import BLOCKS, GRAPHS, OFF
 from pipeline.training.micro_batch import choose_micro_batch
 
 
@@ -119,7 +119,7 @@ def choose_compilation(train: TrainConfig, world: World) -> str:
     """
     on_gpu, hooked = world.device.type == "cuda", train.zero_stage == 3 and world.size > 1
     if train.compile in (AUTO, OFF):
-        return MODEL if train.compile == AUTO and on_gpu and not hooked else OFF
+        return BLOCKS if train.compile == AUTO and on_gpu and not hooked else OFF
     if hooked:
         raise UserError(
             f"train.compile={train.compile} requires train.zero_stage 0, 1 or 2, got {train.zero_stage}, whose hooks on every "

@@ -220,7 +220,7 @@ def test_a_failure_leaves_everything_as_it_was(
     "options, device, chosen",
     [
         ({}, CPU, "off"),
-        ({}, CUDA, "model"),
+        ({}, CUDA, "blocks"),
         ({"zero_stage": 3}, CUDA, "off"),
         ({"compile": "off", "zero_stage": 3}, CUDA, "off"),
         ({"compile": False}, CUDA, "off"),  # YAML's off
@@ -248,8 +248,8 @@ def test_the_choice(options: dict[str, Any], device: torch.device, chosen: str) 
 def test_one_process_runs_no_zero_3() -> None:
     """Guards against a config with ZeRO-3 that is refused, or not compiled, where one process runs it as stage 0."""
     world = World(rank=0, size=1, device=CUDA, cpu_threads=1)
-    assert choose_compilation(TrainConfig(zero_stage=3), world) == "model"
-    assert choose_compilation(TrainConfig(zero_stage=3, compile="blocks"), world) == "blocks"
+    assert choose_compilation(TrainConfig(zero_stage=3), world) == "blocks"
+    assert choose_compilation(TrainConfig(zero_stage=3, compile="model"), world) == "model"
 
 
 def test_each_node_of_each_run_has_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
