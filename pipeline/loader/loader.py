@@ -34,9 +34,7 @@ GPU, AUTO = "gpu", "auto"  # values of data.decode, beside CPU
 class Batch:
     """One micro-batch of one rank. Image i has the target ``labels[i]`` by ``weight[i]``, ``other_labels[i]`` by the rest."""
 
-    images: (
-        Tensor  # (B, 3, image_size, image_size) normalized, on the device; float32 and contiguous unless asked for otherwise
-    )
+    images: Tensor  # (B, 3, image_size, image_size), normalized, on the device; float32 unless the loader was asked for another type
     labels: Tensor  # (B,) int64, on the device
     other_labels: Tensor  # (B,) int64, on the device
     weight: Tensor  # (B,) float32 in [0, 1], on the device; 1 without Mixup and CutMix

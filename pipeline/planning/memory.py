@@ -64,7 +64,7 @@ class Subject:
     def compile(self) -> str:
         """What ``train.compile`` is there, as :mod:`pipeline.training.compiling` chooses."""
         asked = self.config.train.compile
-        return asked if asked != AUTO else "model" if self.gpu and self.stage < 3 else "off"
+        return asked if asked != AUTO else "blocks" if self.gpu and self.stage < 3 else "off"
 
     @property
     def accumulation(self) -> int:

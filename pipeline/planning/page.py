@@ -199,7 +199,7 @@ def _bound(time: Time) -> str:
         return f"compute, if images arrive, which takes {needed:,} CPU cores per node: {decoded}"
     rate = f"{time.cpus:,} CPU cores per node load {time.loader_rate:,.0f} images/s"
     if time.bound_by_loader:
-        return f"the loader: {rate}; {time.compute_rate:,.0f} are computed, for which {needed:,} cores are needed"
+        return f"the loader: {rate}; training could take {time.compute_rate:,.0f}, which needs {needed:,} cores"
     return f"compute: {rate}, and {needed:,} are enough"
 
 

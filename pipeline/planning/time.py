@@ -24,10 +24,10 @@ RECOMPUTED, LAUNCHES = "recomputation", "starting kernels, engine"
 OPTIMIZER, NETWORKED = "optimizer and averages", "gradients over the network"
 WAITING = "waiting for images"
 START_SECONDS = 60.0  # of a job until its first step: libraries, data, NCCL; an assumption
-COMPILE_SECONDS = 90.0  # torch.compile of a model (86 s of PerViT-T on one core, docs/tuning.md)
+COMPILE_SECONDS = 90.0  # torch.compile of a model's blocks (64 s of PerViT-T, 89 s of M on one core, docs/tuning.md)
 _ENGINE_HOST = 40e-6  # seconds of DeepSpeed's engine for each parameter: 8 to 15 ms of PerViT-T's 264 (docs/results/step.md)
-# CPU time that starts the kernels of PerViT-T's passes, of that without compiling, on a pretended GPU (docs/tuning.md); 0: an assumption.
-_STARTS = {"off": 1.0, "blocks": 0.64, "model": 0.31, "graphs": 0.0}
+# Kernels that the CPU starts, of those without compiling, as PerViT-T's and M's were counted (docs/tuning.md). One for graphs: assumed.
+_STARTS = {"off": 1.0, "blocks": 0.87, "model": 0.9, "graphs": 0.0}
 
 
 @dataclass(frozen=True)
