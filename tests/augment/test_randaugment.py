@@ -33,8 +33,8 @@ DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 @pytest.fixture(scope="module")
 def real_images(imagenet_samples: Path) -> list[Image.Image]:
-    """Four photographs, resized to the model's input."""
-    return photographs(imagenet_samples, 4)
+    """Eight photographs, resized to the model's input."""
+    return photographs(imagenet_samples, 8)
 
 
 def test_cpu_pixels_equal_pillow_on_photographs(real_images: list[Image.Image]) -> None:
