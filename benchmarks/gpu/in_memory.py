@@ -94,10 +94,8 @@ def batches_in_memory(also_for_evaluation: bool) -> Iterator[None]:
     from pipeline.loader.batches import TrainBatches
     from pipeline.training import start
 
-    def loader(*given: Any) -> InMemory:
-        shards, config, *rest = given  # versions differ in what else there is
-        position = next(i for i, each in enumerate(rest) if isinstance(each, World))
-        world, first_step = rest[position : position + 2]
+    def loader(shards: Any, settled: Any, world: World, first_step: int, model: Any) -> InMemory:
+        config = settled.config
         batches = TrainBatches.of_run(shards, config)
         return InMemory(batches, world.device, config.data.max_bad_samples, first_step * batches.batches_per_step)
 
