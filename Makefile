@@ -102,9 +102,9 @@ soak: install   ## fault tests with random kills, 40 minutes or more
 	PERVIT_SOAK=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s -m soak tests/faults
 
 # With the Python of .venv, else with $(PYTHON): a machine without network has its own packages. docs/install.md
-GPU_OPTIONS ?= --output gpu-check.jsonl
-gpu-check:   ## on a machine with CUDA GPUs: tests and measurements, 8 minutes at most, no network
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(GPU_OPTIONS)
+MINUTES ?= 25
+gpu-check:   ## on a machine with CUDA GPUs: measurements and tests, 25 minutes or MINUTES=5, no network
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --output gpu-check.json --minutes $(MINUTES) $(GPU_OPTIONS)
 
 clean:    ## remove generated files; runs/, data/ and logs stay
 	rm -rf $(VENV) demo build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage .coverage.*

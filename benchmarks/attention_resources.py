@@ -3,7 +3,8 @@
     python -m benchmarks.attention_resources [--models pervit_t pervit_s pervit_m] [--capabilities 80 90 100]
 
 For every head width of the models: registers of a thread, bytes of a thread that did not fit into registers (spills), and shared
-memory of a program, as NVIDIA's cuobjdump reads them. A program is a block of 4 or 8 warps; 64 K registers and 164 (8.0), 228
+memory of a program, as NVIDIA's cuobjdump reads them, and the instructions that read 2 bytes at a time, of which there should be none:
+such reads cannot be copied to shared memory ahead of their use. A program is a block of 4 or 8 warps; 64 K registers and 164 (8.0), 228
 (9.0, 10.0) or 100 KiB (8.6, 8.9, 12.0) of shared memory are there for all programs that run on a multiprocessor at once.
 """
 
@@ -22,12 +23,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pipeline.kernels import fused, gradient_tiles, tiles
+from pipeline.kernels.peripheral import aligned_width
 
 KERNELS = ("forward", "query_gradient", "key_value_gradient", "phi_gradient")
 CAPABILITIES = (80, 90, 100)  # A100, H100 and H200, B200
 TOKENS = 196
 MAX_SHARED = 99 * 1024  # what a program may have on the GPUs with the least (8.6, 8.9, 12.0)
-MAX_SPILLED = {80: 256, 90: 0, 100: 0}  # bytes of a thread; Ampere holds the factors of a product in registers too
+MAX_SPILLED = {80: 128, 90: 0, 100: 0}  # bytes of a thread; Ampere holds the factors of a product in registers too
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 _MATRIX = {8: r"mma\.sync", 9: r"wgmma\.mma_async", 10: r"tcgen05\.mma"}
 _SUMS = ("log_phi", "log_sums", "deltas", "sums")  # always float32
@@ -43,19 +45,18 @@ class Resources:
     warps: int  # of a program
     matrix: bool  # whether it uses the matrix instructions of its GPU
     atomic: bool  # whether programs add to the same number, in no fixed order
+    narrow: int  # instructions that read 2 bytes
+    copies: frozenset[int]  # bytes of those that copy to shared memory while the program goes on
 
 
 def compiled(
     kernel: str, heads: int, width: int, capability: int, tokens: int = TOKENS, dtype: torch.dtype = torch.bfloat16
 ) -> Resources:
-    """Compile a kernel for the views of one projection that the models pass, (B, N, 3, heads, width)."""
+    """Compile a kernel for the projection (B, N, 3, heads, aligned width) that the models pass."""
     function = getattr(tiles if kernel == "forward" else gradient_tiles, kernel)
-    q, k, v = torch.empty(2, tokens, 3, heads, width, dtype=dtype, device="meta").transpose(1, 3).unbind(2)
-    dout = torch.empty(2, tokens, heads, width, dtype=dtype, device="meta").transpose(1, 2)
+    qkv = torch.empty(2, tokens, 3, heads, aligned_width(width, torch.device("cuda")), dtype=dtype, device="meta")
     phi = torch.empty(tokens, heads, tokens, device="meta").transpose(0, 1)  # as Φp's network returns it
-    _, arguments = fused.launch(
-        kernel, (capability // 10, capability % 10), q, k, v, phi, None if kernel == "forward" else dout
-    )
+    _, arguments = fused.launch(kernel, (capability // 10, capability % 10), qkv, phi, width)
     options = {name: arguments.pop(name) for name in ("num_warps", "num_stages")}
     types = {
         name: "constexpr" if name in arguments else "i32" if name in ("images", "groups") else _TYPES[dtype]
@@ -72,7 +73,9 @@ def compiled(
         re.search(pattern, code.asm["ptx"]) is not None
         for pattern in (_MATRIX[capability // 10], r"\b(atom|red)\.(global|relaxed|acq|async)")
     )
-    return Resources(registers, stack + local, code.metadata.shared, options["num_warps"], matrix, atomic)
+    narrow = len(re.findall(r"\bld\.global[.\w]*\.[bu]16\b", code.asm["ptx"]))
+    copies = frozenset(int(size, 0) for size in re.findall(r"\bcp\.async\.c[ag]\.[^;]*?\], (\w+)", code.asm["ptx"]))
+    return Resources(registers, stack + local, code.metadata.shared, options["num_warps"], matrix, atomic, narrow, copies)
 
 
 def _usage(cubin: bytes) -> str:
@@ -101,13 +104,14 @@ def main() -> None:
     shapes = [(name, *shape) for name in args.models for shape in head_widths(name)]
     for capability in args.capabilities:
         print(
-            f"\nCompute capability {capability / 10}: registers / spilled bytes / KiB of shared memory / warps, {TOKENS} tokens, bf16\n"
+            f"\nCompute capability {capability / 10}: registers / spilled bytes / KiB of shared memory / warps / 2-byte reads, "
+            f"{TOKENS} tokens, bf16\n"
         )
         print("| model | heads x width |", " | ".join(KERNELS), "|")
         print("|---|---|" + "---|" * len(KERNELS))
         for name, heads, width in shapes:
             cells = [compiled(kernel, heads, width, capability) for kernel in KERNELS]
-            texts = [f"{c.registers} / {c.spilled} / {c.shared / 1024:.0f} / {c.warps}" for c in cells]
+            texts = [f"{c.registers} / {c.spilled} / {c.shared / 1024:.0f} / {c.warps} / {c.narrow}" for c in cells]
             print(f"| {name} | {heads} x {width} |", " | ".join(texts), "|", flush=True)
 
 

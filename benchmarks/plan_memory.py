@@ -98,11 +98,11 @@ def measure(overrides: list[str], world: Any, evaluates: bool = False) -> int:
                 optimizer_step(engine)
             statistics.end(True)
             if average:
-                average.update()
+                average.update(taken=True)
     peak = peak_of(profiler, began, ended)
     if engine.zero_optimization_stage():
         engine.optimizer.destroy()
-    engine.destroy()
+        engine.destroy()
     del engine, average, statistics, profiler, batch, noise, teacher, objective
     gc.collect()
     return peak

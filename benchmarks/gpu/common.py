@@ -1,35 +1,40 @@
-"""What a stage is told, how it measures time, and which features the code that it measures has."""
+"""What a case is told, and how it measures time."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Values = dict[str, Any]
-Rows = Iterator[tuple[str, Values]]  # case, what was measured; {"skipped": reason} or {"failed": reason}
-MODELS = ("pervit_t", "pervit_s", "pervit_m")
+Values = dict[str, Any]  # of a row: what was measured, {"skipped": reason} or {"failed": reason}
+Rows = Iterator[Values]  # "stage" and "case" in one replace the case's own
 REPOSITORY = Path(__file__).parents[2]
+_AHEAD = 20_000_000  # clock cycles, about 10 ms, that a GPU sleeps while the CPU starts what is timed
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage is told.
+    """What a case is told.
 
     Attributes:
-        stage: its name.
+        stage: of the case.
+        options: of the case.
         work: folder for its files; ``shards`` is in it after the stage ``data``.
-        miniature: the whole path in small, on a CPU.
+        miniature: the whole path in small, on a CPU too.
+        gpus: how many there are; 0 before the stage ``machine``, and on a CPU.
+        decode: how the GPU decodes images, as it was tried out: their "regions", the "whole" of them, or not ("cpu"); None: it was not.
     """
 
     stage: str
+    options: Values
     work: Path
     miniature: bool
+    gpus: int
+    decode: str | None
 
     @property
     def shards(self) -> Path:
@@ -46,22 +51,15 @@ class Context:
 
     @property
     def batch(self) -> int:
-        """Images per process, the recipes' number."""
-        return 8 if self.miniature else 128
+        """Images per process."""
+        return self.options.get("micro_batch", 8 if self.miniature else 128)
 
     @property
     def device(self) -> Any:
-        """The first GPU; in miniature the CPU."""
+        """The first GPU; in miniature perhaps the CPU."""
         import torch
 
-        return torch.device("cpu") if self.miniature else torch.device("cuda", 0)
-
-
-def has_key(key: str) -> bool:
-    """Whether the config knows a dotted key: code from before a feature is measured without it."""
-    from pipeline.config import Config, flatten
-
-    return key in flatten(Config())
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def has_module(name: str) -> bool:
@@ -87,24 +85,22 @@ def synchronize(device: Any) -> None:
 
 
 def milliseconds(call: Callable[[], object], device: Any, repeats: int = 1) -> float:
-    """Wall time of a call, the device's work included; the mean of ``repeats`` calls in a row."""
-    synchronize(device)
-    began = time.perf_counter()
+    """Time of a call, the mean of ``repeats`` in a row; on a GPU that of its work alone, which waits until the CPU has asked for all."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return 1e3 * (time.perf_counter() - began) / repeats
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_AHEAD)
+    begin.record()
     for _ in range(repeats):
         call()
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - began) / repeats
-
-
-def interleaved(calls: Mapping[str, Callable[[], object]], device: Any, rounds: int, repeats: int) -> dict[str, float]:
-    """Medians in milliseconds; each round times every call once, after a round that is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(rounds + 1):
-        for name, call in calls.items():
-            value = milliseconds(call, device, repeats)
-            if round_:
-                taken[name].append(value)
-    return {name: statistics.median(values) for name, values in taken.items()}
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) / repeats
 
 
 class PeakMemory:

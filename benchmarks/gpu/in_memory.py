@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -36,16 +36,11 @@ class _Nothing(MetaPathFinder, Loader):
         """There is nothing to run."""
 
 
-def dali_is_there() -> bool:
-    """Whether DALI can be imported. If not, modules of mocks take its place, so that what imports it can be imported."""
-    if any(isinstance(finder, _Nothing) for finder in sys.meta_path):
-        return False
-    there = has_module(_DALI)
-    if not there:
-        if not has_module("nvidia"):  # else the CUDA libraries of PyTorch's wheels are in it
-            sys.modules["nvidia"] = MagicMock(__path__=[])
-        sys.meta_path.append(_Nothing())
-    return there
+def pretend_dali() -> None:
+    """Let modules of mocks take DALI's place, so that what imports it can be imported, whatever is installed."""
+    if not has_module("nvidia"):  # else the CUDA libraries of PyTorch's wheels are in it
+        sys.modules["nvidia"] = MagicMock(__path__=[])
+    sys.meta_path.insert(0, _Nothing())
 
 
 class InMemory:
@@ -59,7 +54,7 @@ class InMemory:
 
         self.batches, self.device, self._next = batches, device, start
         self.bad = BadSamples(batches.shards, max_bad_samples, left_out=False)
-        self._images = torch.randn(batches.batch_size, 3, batches.image_size, batches.image_size, device=device)  # (B, 3, H, W)
+        self.images = torch.randn(batches.batch_size, 3, batches.image_size, batches.image_size, device=device)  # (B, 3, H, W)
 
     def __iter__(self) -> InMemory:
         return self
@@ -76,7 +71,7 @@ class InMemory:
         if mixing is not None:
             other_labels, weight = mixed_labels(labels, mixing)
         arrays = [self._put(each) for each in (labels, other_labels, weight, request.valid)]
-        return Batch(self._images, *arrays, request=request, replaced=0)
+        return Batch(self.images, *arrays, request=request, replaced=0)
 
     def _put(self, values: np.ndarray) -> torch.Tensor:
         """On the device without a wait, as the loader does."""
@@ -88,19 +83,20 @@ class InMemory:
 
 
 @contextmanager
-def batches_in_memory(also_for_evaluation: bool) -> Iterator[None]:
-    """Runs that start within have :class:`InMemory` for their training loader."""
+def batches_in_memory() -> Iterator[None]:
+    """Runs that start within have :class:`InMemory` for their training loader, and no evaluation."""
     from pipeline.cluster.world import World
     from pipeline.loader.batches import TrainBatches
     from pipeline.training import start
 
     def loader(shards: Any, settled: Any, world: World, first_step: int, model: Any) -> InMemory:
         config = settled.config
-        batches = TrainBatches.of_run(shards, config)
-        return InMemory(batches, world.device, config.data.max_bad_samples, first_step * batches.batches_per_step)
+        batches = TrainBatches.of_run(shards, config, world.rank, world.size)
+        in_memory = InMemory(batches, world.device, config.data.max_bad_samples, first_step * batches.batches_per_step)
+        # As the run's loader gives them.
+        if world.device.type == "cuda" and config.train.precision == "bf16" and model.image_format:
+            in_memory.images = in_memory.images.to(torch.bfloat16, memory_format=model.image_format)
+        return in_memory
 
-    with ExitStack() as replaced:
-        replaced.enter_context(patch.object(start, "training_loader", loader))
-        if also_for_evaluation:
-            replaced.enter_context(patch.object(start, "evaluation_loader", MagicMock()))
+    with patch.object(start, "training_loader", loader), patch.object(start, "evaluation_loader", MagicMock()):
         yield

@@ -1,28 +1,44 @@
-"""Stages ``loader`` and ``pixels``: batches of the full recipe, decoded on the GPU and on the CPU: how fast, and how alike."""
+"""Stages ``decode``, ``loader`` and ``pixels``: whether the GPU decodes images, how fast batches of a recipe come, and how alike they are."""
 
 from __future__ import annotations
 
 import os
 import resource
 import time
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu.common import Context, Rows, Values, has_key, has_module, reason, synchronize
+from benchmarks.gpu.common import Context, Rows, Values, has_module, reason, synchronize
 
 if TYPE_CHECKING:
     from pipeline.config import Config
     from pipeline.loader.loader import Loader
 
+_PROBE = "pipeline.loader.probe"
 _TOLERATED = 2.0  # levels of 255
 
 
 def measure(context: Context) -> Rows:
     if not has_module("nvidia.dali"):
-        yield context.stage, {"failed": "DALI is not there"}
-        return
-    yield from speed(context) if context.stage == "loader" else differences(context)
+        yield {"failed": "DALI is not there"}
+    elif context.stage == "decode":
+        yield decoding(context)
+    elif context.options.get("decode") == "gpu" and context.decode == "cpu":
+        yield {"skipped": "decoding on the GPU has failed when it was tried out"}
+    else:
+        yield from [speed(context)] if context.stage == "loader" else differences(context)
+
+
+def decoding(context: Context) -> Values:
+    """Where the loader may decode: the verdict of the package's own trial, which asks a process of its own."""
+    if not has_module(_PROBE):
+        return {"note": "this code does not try out the GPU's decoder: the CPU decodes, but in cases about the GPU"}
+    from pipeline.shards.shard_set import ShardSet
+
+    verdict = import_module(_PROBE).decoding_verdict(ShardSet(str(context.shards), "train"), context.device)
+    return {"decodes": verdict.form, "says": verdict.reason or "as the CPU does"}
 
 
 def configs(context: Context) -> dict[str, Config]:
@@ -36,21 +52,13 @@ def configs(context: Context) -> dict[str, Config]:
     return {"full recipe": load_config(recipe, words), "crop and flip": load_config(recipe, [*words, *plain])}
 
 
-def places(context: Context) -> dict[str, str]:
-    """Where images are decoded, by name; on a machine without a GPU twice the CPU."""
-    return {"CPU": "cpu", "CPU again": "cpu"} if context.miniature else {"GPU": "gpu", "CPU": "cpu"}
-
-
-def build(context: Context, plan: Any, config: Config, place: str) -> Loader:
-    """A loader whose batches are for this context's device, but where the code can decode only on the device, on ``place``."""
+def build(context: Context, plan: Any, config: Config, decode: str) -> Loader:
+    """A loader whose batches are for this context's device."""
     from pipeline.loader.loader import Loader
 
-    data, device = config.data, context.device
-    if has_key("data.decode"):
-        data = data.model_copy(update={"decode": place})
-    elif place == "cpu":
-        device = torch.device("cpu")
-    return Loader(plan, data, device, len(os.sched_getaffinity(0)))
+    data = config.data.model_copy(update={"decode": decode if context.device.type == "cuda" else "cpu"})
+    form: Values = {"form": context.decode} if context.decode == "whole" else {}
+    return Loader(plan, data, context.device, len(os.sched_getaffinity(0)), **form)
 
 
 def train_batches(context: Context, config: Config) -> Any:
@@ -60,28 +68,24 @@ def train_batches(context: Context, config: Config) -> Any:
     return TrainBatches.of_run(ShardSet(str(context.shards), "train"), config)
 
 
-def speed(context: Context) -> Rows:
+def speed(context: Context) -> Values:
     """images/s with nothing else to do, and the CPU time of an image."""
     warm, timed = (1, 2) if context.miniature else (8, 24)
-    for recipe, config in configs(context).items():
-        for name, place in list(places(context).items())[: 1 if context.miniature else None]:
-            try:
-                loader = build(context, train_batches(context, config), config, place)
-                try:
-                    for _ in range(warm):
-                        next(loader)
-                    synchronize(context.device)
-                    began, cpu = time.perf_counter(), _cpu_seconds()
-                    for _ in range(timed):
-                        next(loader)
-                    synchronize(context.device)
-                    images = timed * context.batch
-                    rate, used = images / (time.perf_counter() - began), _cpu_seconds() - cpu
-                finally:
-                    loader.close()
-                yield f"{recipe}, {name}", {"images/s": rate, "CPU ms per image": 1e3 * used / images}
-            except Exception as error:
-                yield f"{recipe}, {name}", {"failed": reason(error)}
+    config = configs(context)[context.options["recipe"]]
+    loader = build(context, train_batches(context, config), config, context.options["decode"])
+    try:
+        for _ in range(warm):
+            next(loader)
+        synchronize(context.device)
+        began, cpu = time.perf_counter(), _cpu_seconds()
+        for _ in range(timed):
+            next(loader)
+        synchronize(context.device)
+        images = timed * context.batch
+        rate, used = images / (time.perf_counter() - began), _cpu_seconds() - cpu
+    finally:
+        loader.close()
+    return {"images_per_second": rate, "cpu_ms_per_image": 1e3 * used / images}
 
 
 def _cpu_seconds() -> float:
@@ -109,15 +113,16 @@ def differences(context: Context) -> Rows:
         "RandAugment": (train_batches(context, unmixed), unmixed),
     }
     for name, (plan, config) in cases.items():
+        row = {"case": name}
         try:
-            yield name, compare(context, plan, config)
+            yield row | compare(context, plan, config)
         except Exception as error:
-            yield name, {"failed": reason(error)}
+            yield row | {"failed": reason(error)}
 
 
 def compare(context: Context, plan: Any, config: Config) -> Values:
     """Differences of pixels over a few batches."""
-    loaders = [build(context, plan, config, place) for place in places(context).values()]
+    loaders = [build(context, plan, config, place) for place in ("gpu", "cpu")]
     scale = 255 * torch.tensor(config.data.std).view(1, 3, 1, 1)
     most, total, beyond, count = 0.0, 0.0, 0, 0
     try:
@@ -131,4 +136,4 @@ def compare(context: Context, plan: Any, config: Config) -> Values:
     finally:
         for loader in loaders:
             loader.close()
-    return {"largest": most, "mean": total / count, f"beyond {_TOLERATED:g} levels": f"{beyond / count:.3%}"}
+    return {"largest": most, "mean": total / count, f"beyond_{_TOLERATED:g}_levels": beyond / count}

@@ -1,95 +1,151 @@
-"""Runs a stage as a process of its own, with a time limit, and hands on its rows as they come."""
+"""Runs a case as processes of its own, with a time limit, and hands on its rows as they come."""
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import selectors
+import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 
-from benchmarks.gpu.common import REPOSITORY
-from benchmarks.gpu.stages import Stage
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.common import REPOSITORY, Context, Values
 
-_TAIL = 300  # characters of a log in a row
+_TAIL = 1500  # characters of a log in a row
+_ENDING = 20.0  # seconds in which the other ranks end after the first, and killed processes leave the GPU
+_JOB = ("SLURM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")  # how variables begin that are a job's
 
 
-def run_stage(stage: Stage, work: Path, miniature: bool, seconds: float) -> Iterator[str]:
-    """Rows of a stage as lines of JSON. A stage that ends early, or not within ``seconds``, raises.
+def run_case(case: Case, context: Context, world_size: int, seconds: float) -> Iterator[Values]:
+    """Rows of a case, with all fields; if it crashed, or was not done within ``seconds``, the last one says so.
 
-    Raises:
-        TimeoutError: it was killed at its limit; the rows before are given.
-        ChildProcessError: it ended without a word, as after a signal.
+    Args:
+        context: of the whole check.
+        world_size: number of processes; the first one's rows are taken.
     """
+    context = replace(context, stage=case.stage, options=case.options)
+    base = {"stage": case.stage, "case": case.name, **case.options, "world_size": world_size}
+    logs = [context.work / "logs" / f"{case.stage}-{case.name.replace('/', '-')}-{rank}.log" for rank in range(world_size)]
+    logs[0].parent.mkdir(parents=True, exist_ok=True)
+    ranks: list[subprocess.Popen] = []
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "benchmarks.gpu.worker", stage.name, str(work), str(writing)]
-    log = work / f"{stage.name}.log"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
-    if miniature:
-        environment.update(CUDA_VISIBLE_DEVICES="", OMP_WAIT_POLICY="PASSIVE")  # spinning threads slow a busy machine tenfold
-    environment.update(stage.variables, **(stage.in_miniature if miniature else {}))
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            command + ["--miniature"] * miniature,
-            cwd=REPOSITORY,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[writing],
-            start_new_session=True,
-        )
-    os.close(writing)
     try:
-        yield from _lines(reading, process, time.monotonic() + seconds)
-        if process.wait() != 0:
-            raise ChildProcessError(f"it ended with code {process.returncode}: {tail(log)}")
-    except (TimeoutError, subprocess.TimeoutExpired):
-        raise TimeoutError(f"cut at its limit of {seconds:.0f} s") from None
+        job = _job(world_size)
+        for rank, log in enumerate(logs):
+            place = job and {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(_start(case, context, place, writing if rank == 0 else None, log))
+        os.close(writing)
+        for line in _lines(reading, ranks, time.monotonic() + seconds):
+            row = {**base, **json.loads(line)}
+            yield row | {"log": tail(logs[0])} if "failed" in row else row
+        crashed = [rank for rank, process in enumerate(ranks) if process.poll()]
+        if crashed:
+            which = f"rank {crashed[0]}" if world_size > 1 else "its process"
+            how = _ending(ranks[crashed[0]].returncode)
+            yield {**base, "failed": f"{which} ended with {how}", "log": tail(logs[crashed[0]])}
+    except TimeoutError:
+        yield {**base, "failed": f"cut at its limit of {seconds:.0f} s", "log": tail(logs[0])}
     finally:
-        end(process)
+        end(ranks)
         os.close(reading)
 
 
-def _lines(pipe: int, process: subprocess.Popen, deadline: float) -> Iterator[str]:
-    """Whole lines until the process has ended; its own children may hold the pipe open beyond that."""
+def _job(world_size: int) -> dict[str, str]:
+    """Variables by which several processes find each other."""
+    if world_size == 1:
+        return {}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    size = str(world_size)
+    secret = {"PERVIT_JOB_SECRET": secrets.token_hex(32)}
+    return {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **secret}
+
+
+def _start(case: Case, context: Context, place: dict[str, str], pipe: int | None, log: Path) -> subprocess.Popen:
+    told = json.dumps({**asdict(context), "work": str(context.work)})
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(_JOB)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    if not case.is_test:  # one case's kernels are found by the next
+        cache = context.work / "cache"
+        environment.update(
+            XDG_CACHE_HOME=str(cache), TORCHINDUCTOR_CACHE_DIR=str(cache), TRITON_CACHE_DIR=str(cache / "triton")
+        )
+    environment.update(case.variables, **(case.on_cpu if context.miniature and not context.gpus else {}))
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.worker", case.module, told, *([] if pipe is None else [str(pipe)])],
+            cwd=REPOSITORY,
+            env={**environment, **place},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[] if pipe is None else [pipe],
+            start_new_session=True,
+        )
+
+
+def _lines(pipe: int, ranks: Sequence[subprocess.Popen], deadline: float) -> Iterator[str]:
+    """Whole lines until the first process has ended, or any has crashed; their own children may hold the pipe open beyond that.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+    """
     pending = b""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         while True:
-            ended = process.poll() is not None
+            ended = ranks[0].poll() is not None or any(process.poll() for process in ranks)
             if time.monotonic() > deadline:
                 raise TimeoutError
-            if not selector.select(0 if ended else 0.2):
-                if ended:
-                    return
-                continue
-            received = os.read(pipe, 1 << 16)
-            if not received:
-                process.wait(max(0.1, deadline - time.monotonic()))
-                return
-            *lines, pending = (pending + received).split(b"\n")
-            yield from (line.decode() for line in lines)
+            if selector.select(0 if ended else 0.2):
+                received = os.read(pipe, 1 << 16)
+                *lines, pending = (pending + received).split(b"\n")
+                yield from (line.decode() for line in lines)
+                ended = not received
+            if ended:
+                break
+    if not any(process.poll() for process in ranks):
+        _wait(ranks, min(_ENDING, deadline - time.monotonic()))
 
 
-def end(process: subprocess.Popen) -> None:
-    """Kill a process and all that it has started, whatever process groups those are in."""
-    try:
-        everything = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
+def _wait(processes: Sequence[subprocess.Popen], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.1, deadline - time.monotonic()))
+
+
+def end(processes: Sequence[subprocess.Popen]) -> None:
+    """Kill processes and all that they have started, whatever process groups those are in."""
+    for process in processes:
         everything = []
-    for each in everything:
-        try:
-            each.kill()
-        except psutil.NoSuchProcess:
-            continue
-    process.wait()
+        with suppress(psutil.NoSuchProcess):
+            everything = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for each in everything:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+    _wait(processes, _ENDING)  # not for ever: a driver may keep a process from ending
+
+
+def _ending(code: int) -> str:
+    """An exit code, or the name of the signal."""
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"code {code}"
 
 
 def tail(log: Path) -> str:
-    """The end of a stage's output in one line."""
-    return " ".join(log.read_text(errors="replace").split())[-_TAIL:] if log.exists() else ""
+    """The end of a process's output."""
+    return log.read_text(errors="replace").strip()[-_TAIL:] if log.exists() else ""

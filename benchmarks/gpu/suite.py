@@ -1,35 +1,68 @@
-"""Stage ``tests``: pytest on the files that have tests marked ``gpu``."""
+"""Stages ``test``, ``compile_test``: pytest on a file that has tests marked ``gpu``. pytest loads this file as a plugin, too, which tells
+of each test when it ends.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING
 
 from benchmarks.gpu.common import REPOSITORY, Context, Rows, has_module
 
-MARK = "mark.gpu"
+if TYPE_CHECKING:
+    import pytest
+
+_PIPE = "PERVIT_GPU_TESTS_PIPE"
 
 
 def measure(context: Context) -> Rows:
+    """A row for each test that fails as soon as it does, and one of the file's counts."""
     if not has_module("pytest"):
-        yield "pytest -m gpu", {"skipped": "pytest is not there"}
+        yield {"skipped": "pytest is not there"}
         return
-    files = sorted(str(path) for path in (REPOSITORY / "tests").rglob("test_*.py") if MARK in path.read_text())
-    report = context.work / "tests.xml"
-    options = ["-m", "gpu", "-q", "--durations=0", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    subprocess.run([sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *files], cwd=REPOSITORY)
-    cases = [(each, _outcome(each)) for each in ElementTree.parse(report).iter("testcase")]
-    counts = {name: sum(outcome == name for _, (outcome, _) in cases) for name in ("passed", "failed", "skipped")}
-    yield "pytest -m gpu", {"passed": counts["passed"], "not passed": counts["failed"], "not run": counts["skipped"]}
-    for case, (outcome, why) in cases:
-        if outcome == "failed":
-            yield f"{case.get('classname')}::{case.get('name')}", {"failed": why}
+    file, counts, running = context.options["file"], {"passed": 0, "failed": 0, "skipped": 0}, ""
+    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.suite"]
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, file],
+        cwd=REPOSITORY,
+        env={**os.environ, _PIPE: str(writing)},
+        pass_fds=[writing],
+    )
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        for line in lines:
+            name, outcome, why = json.loads(line)
+            running = name if outcome == "began" else ""
+            if outcome in counts:
+                counts[outcome] += 1
+            if outcome == "failed":
+                yield {"case": name, "failed": why}
+    code = process.wait()
+    row = {"passed": counts["passed"], "not_passed": counts["failed"], "not_run": counts["skipped"]}
+    if code not in (0, 1, 5):  # all passed, some failed, there was none
+        row["failed"] = f"pytest ended with code {code}" + (f" in {running}" if running else "")
+    yield row
 
 
-def _outcome(case: ElementTree.Element) -> tuple[str, str]:
-    for kind, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
-        found = case.find(kind)
-        if found is not None:
-            return outcome, " ".join((found.get("message") or found.text or "").split())[:200]
-    return "passed", ""
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _tell(nodeid, "began")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed or report.skipped or report.when == "call":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        _tell(report.nodeid, report.outcome, " ".join(str(getattr(crash, "message", report.longrepr)).split())[:300])
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if not report.passed:
+        _tell(report.nodeid, report.outcome, " ".join(str(report.longrepr).split())[-300:])
+
+
+def _tell(name: str, outcome: str, why: str = "") -> None:
+    if _PIPE in os.environ:
+        os.write(int(os.environ[_PIPE]), (json.dumps([name, outcome, why]) + "\n").encode())

@@ -12,16 +12,25 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.gpu.common import Values, synchronize
+from benchmarks.gpu.common import Values, reason, synchronize
 
-BUSY = "GPU busy, ms"  # per step
 _STEPS = "the measured steps"
 _CALLS = ("cuda_runtime", "cuda_driver")
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_LARGEST = 15  # kernels that are named
+_NAME = 120  # characters of a kernel's name
 
 
 def profiled(step: Callable[[], object], device: torch.device, steps: int) -> Values:
-    """Figures per step over some steps; on a CPU operators instead of launches."""
+    """:func:`figures` over some steps; where the profiler fails, or sees nothing of the GPU, a note instead."""
+    try:
+        return figures(trace(step, device, steps), steps, threading.get_native_id(), device.type == "cuda")
+    except Exception as error:  # of CUPTI or its absence
+        return {"profiler": reason(error)}
+
+
+def trace(step: Callable[[], object], device: torch.device, steps: int) -> list[dict[str, Any]]:
+    """Events of a Chrome trace in which the steps are one range."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -36,11 +45,11 @@ def profiled(step: Callable[[], object], device: torch.device, steps: int) -> Va
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return figures(json.loads(path.read_text())["traceEvents"], steps, threading.get_native_id())
+        return json.loads(path.read_text())["traceEvents"]
 
 
-def figures(events: Iterable[dict[str, Any]], steps: int, thread: int) -> Values:
-    """Per step, of the events of a Chrome trace (``ts`` and ``dur`` in microseconds).
+def figures(events: Iterable[dict[str, Any]], steps: int, thread: int, on_gpu: bool = True) -> Values:
+    """Per step, of the events of a trace (``ts`` and ``dur`` in microseconds); on a CPU the number of operators.
 
     Args:
         events: of a trace in which the steps are one range, so that what the profiler itself asks of the GPU is not counted.
@@ -51,23 +60,34 @@ def figures(events: Iterable[dict[str, Any]], steps: int, thread: int) -> Values
     (whole,) = [event for event in found if event["name"] == _STEPS and event.get("cat") == "user_annotation"]
     found = [event for event in found if event["ts"] >= whole["ts"]]
     called = [event for event in found if event["ts"] <= whole["ts"] + whole["dur"]]
+    if not on_gpu:
+        return {"operators": sum(event.get("cat") == "cpu_op" for event in called) / steps}
     calls = [event for event in called if event.get("cat") in _CALLS]
     waits = [event for event in calls if "Synchronize" in event["name"]]
     work = sorted((event["ts"], event["ts"] + event["dur"]) for event in found if event.get("cat") in _WORK)
     if not work:
-        return {"operators/step": sum(event.get("cat") == "cpu_op" for event in called) / steps}
+        return {"profiler": "it saw nothing of the GPU: CUPTI is missing, or another profiler has it"}
     return {
-        "launches/step": sum("Launch" in event["name"] for event in calls) / steps,
-        "kernels and copies/step": len(work) / steps,
-        "syncs/step": len(waits) / steps,
-        "of these in the loop": sum(event["tid"] == thread for event in waits) / steps,
-        BUSY: busy(work) / steps / 1e3,
+        "gpu_busy_ms": busy(work) / steps / 1e3,
+        "launches": sum("Launch" in event["name"] for event in calls) / steps,
+        "kernels_and_copies": len(work) / steps,
+        "synchronisations": len(waits) / steps,
+        "synchronisations_in_loop": sum(event["tid"] == thread for event in waits) / steps,
+        "kernels": largest(found, steps),
     }
 
 
-def idle(values: Values) -> Values:
-    """The share of a step in which the GPU has nothing to do. The step's time is one without profiler, which slows the CPU down."""
-    return {"GPU idle": f"{max(0.0, 1 - values[BUSY] / values['ms/step']):.1%}"} if BUSY in values else {}
+def largest(events: Iterable[dict[str, Any]], steps: int) -> list[Values]:
+    """The kernels that take most of a step."""
+    taken: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("cat") in _WORK:
+            taken.setdefault(event["name"], []).append(event["dur"])
+    ordered = sorted(taken.items(), key=lambda kernel: -sum(kernel[1]))[:_LARGEST]
+    return [
+        {"kernel": name[:_NAME], "ms": sum(durations) / steps / 1e3, "calls": len(durations) / steps}
+        for name, durations in ordered
+    ]
 
 
 def busy(work: list[tuple[float, float]]) -> float:

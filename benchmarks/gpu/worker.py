@@ -1,44 +1,44 @@
-"""Runs one stage and writes a row as JSON to a pipe as soon as it is measured.
+"""Measures one case and writes each row as JSON to a pipe as soon as it is there.
 
-    python -m benchmarks.gpu.worker STAGE WORK PIPE [--miniature]
+    python -m benchmarks.gpu.worker MODULE CONTEXT [PIPE]
 
-Started by ``runner.py``.
+Started by ``runner.py``: a process for each rank, of which the first has a pipe.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import traceback
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
-from benchmarks.gpu.common import Context, reason
-from benchmarks.gpu.stages import BY_NAME
+from benchmarks.gpu.common import Context, Values, reason
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("stage", choices=BY_NAME)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("pipe", type=int)
-    parser.add_argument("--miniature", action="store_true")
-    args = parser.parse_args()
-    context = Context(args.stage, args.work, args.miniature)
-    with os.fdopen(args.pipe, "w") as pipe:
+def main() -> NoReturn:
+    module, told, *pipes = sys.argv[1:]
+    told = json.loads(told)
+    context = Context(**{**told, "work": Path(told["work"])})
+    pipe = os.fdopen(int(pipes[0]), "w") if pipes else None
 
-        def tell(case: str, values: dict) -> None:
-            print(json.dumps({"case": case, "values": values}), file=pipe, flush=True)
+    def tell(values: Values) -> None:
+        if pipe:
+            print(json.dumps(values), file=pipe, flush=True)
 
-        try:
-            for case, values in import_module(f"benchmarks.gpu.{BY_NAME[args.stage].module}").measure(context):
-                tell(case, values)
-        except Exception as error:
-            traceback.print_exc()
-            tell("", {"failed": reason(error)})
-        pipe.flush()
-        os._exit(0)  # threads and process groups of libraries have nothing more to say
+    code = 0
+    try:
+        for values in import_module(f"benchmarks.gpu.{module}").measure(context):
+            tell(values)
+    except BaseException as error:
+        traceback.print_exc()
+        tell({"failed": reason(error)})
+        code = 0 if pipe else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads and process groups of libraries have nothing more to say
 
 
 if __name__ == "__main__":

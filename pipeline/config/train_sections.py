@@ -31,7 +31,7 @@ from pipeline.config.values import (
 from pipeline.errors import UserError, counted
 
 BUILT_IN_OPTIMIZERS = ("adamw", "lamb", "muon")  # optim.name; others are module:Class
-AUTO = "auto"  # train.micro_batch_size: as many images as fit into memory
+AUTO = "auto"  # what a start settles, such as train.micro_batch_size: as many images as fit into memory
 _TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with if it is not a run
 
 
@@ -84,8 +84,8 @@ class TrainConfig(Section):
     """Images per forward pass and rank; the number of gradient accumulation steps follows from it. auto: the largest that fits into memory, settled at the first start of the run."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: autocast with fp32 master weights. fp32: single precision throughout. auto: bf16 if every device has instructions for it, else fp32; a resumed run keeps its precision."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """DeepSpeed ZeRO stage: 0 none, 1 optimizer state, 2 + gradients, 3 + parameters sharded over the ranks. One process runs 0."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] | Literal["auto"] = "auto"
+    """ZeRO stage: 0 none; by DeepSpeed 1 optimizer state, 2 + gradients, 3 + parameters sharded over the ranks. One process runs 0. auto: 0 where stage 1 would save less than 5 % of a GPU's memory, else 1; on CPUs 1."""
     deterministic: bool = False
     """Only algorithms that add in a fixed order, so that a run repeats bit for bit on GPUs too, and is somewhat slower."""
     activation_checkpointing: bool = False
@@ -114,12 +114,12 @@ class TrainConfig(Section):
             raise UserError("train.micro_batch_size must be a number here, got auto, which only a training settles", "set one")
         return self.micro_batch_size
 
-    @field_validator("micro_batch_size", mode="before")
+    @field_validator("micro_batch_size", "zero_stage", mode="before")
     @classmethod
-    def _a_number_or_auto(cls, size: Any) -> Any:
-        if isinstance(size, str) and size != AUTO and not size.strip().isdigit():
+    def _a_number_or_auto(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != AUTO and not value.strip().isdigit():
             raise ValueError("must be a whole number or auto")
-        return size
+        return value
 
     def misfits(self) -> Iterator[str]:
         library = (self.teacher or "").startswith(_TEACHER_LIBRARIES)

@@ -53,25 +53,20 @@ def tiling(kernel: str, itemsize: int, channels: int, capability: tuple[int, int
     return {"key_value_gradient": Tiling(64, 32, 4), "phi_gradient": Tiling(64, 64, 8)}.get(kernel, Tiling(64, 64, 4))
 
 
-def launch(
-    kernel: str, capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor, dout: Tensor | None = None
-) -> tuple[int, dict[str, Any]]:
-    """Programs per head, and the keyword arguments of a kernel's launch: strides, sizes, tiles, warps and stages."""
-    named = {"Q": q, "K": k, "V": v, "PHI": log_phi} | ({} if dout is None else {"D": dout})
-    parts = {3: ("HEAD", "QUERY", "KEY"), 4: ("IMAGE", "HEAD", "TOKEN", "CHANNEL")}
-    strides = {f"{name}_{part}": int(s) for name, t in named.items() for part, s in zip(parts[t.ndim], t.stride())}
-    heads, tokens, width = (int(size) for size in q.shape[1:])
-    cut = tiling(kernel, q.element_size(), _block(width), capability)
+def launch(kernel: str, capability: tuple[int, int], qkv: Tensor, log_phi: Tensor, head_dim: int) -> tuple[int, dict[str, Any]]:
+    """Programs per head, and the keyword arguments of a kernel's launch: sizes, strides of log Φp, tiles, warps and stages."""
+    tokens, _, heads, width = (int(size) for size in qkv.shape[1:])
+    cut = tiling(kernel, qkv.element_size(), _block(width), capability)
     outer, inner = (min(block, _block(tokens)) for block in (cut.outer, cut.inner))
     rest = tokens % inner
     by_key = kernel == "key_value_gradient"
     arguments: dict[str, Any] = {
-        **strides,
+        **{f"PHI_{axis}": int(stride) for axis, stride in zip(("HEAD", "QUERY", "KEY"), log_phi.stride())},
         "HEADS": heads,
         "TOKENS": tokens,
         "WIDTH": width,
         "CHANNELS": _block(width),
-        "SCALE": width**-0.5,
+        "SCALE": head_dim**-0.5,
         "QUERIES": inner if by_key else outer,
         "KEYS": outer if by_key else inner,
         "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",  # of products of float32
@@ -88,81 +83,88 @@ def _block(size: int) -> int:
     return max(SMALLEST_BLOCK, triton.next_power_of_2(size))
 
 
-def _capability(q: Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+def _capability(qkv: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(qkv.device) if qkv.is_cuda else (9, 0)
 
 
-def _packed(q: Tensor) -> Tensor:
-    """(B, N, heads, head_dim): the heads of a token are side by side, so that merging them needs no copy."""
-    batch, heads, tokens, width = q.shape
-    return q.new_empty(batch, tokens, heads, width)
+def _checked(qkv: Tensor, log_phi: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """``out`` (B, N, heads, width) and ``log_sums`` (B, heads, N), still empty.
+
+    The kernels take the shapes on trust, and would read past the end of another log Φp.
+    """
+    torch._check(
+        qkv.ndim == 5 and qkv.shape[2] == 3,
+        lambda: f"q, k and v must be packed as (B, N, 3, heads, width), got the shape {tuple(qkv.shape)}",
+    )
+    batch, tokens, _, heads, width = qkv.shape
+    torch._check(
+        log_phi.shape == (heads, tokens, tokens),
+        lambda: f"log_phi must be (heads, N, N) = {(heads, tokens, tokens)}, got the shape {tuple(log_phi.shape)}",
+    )
+    torch._check(0 < head_dim <= width, lambda: f"head_dim must be from 1 to the width {width}, got {head_dim}")
+    return qkv.new_empty(batch, tokens, heads, width), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor) -> tuple[Tensor, Tensor]:
-    batch, heads, tokens, _ = q.shape
-    out, log_sums = _packed(q), q.new_empty(batch, heads, tokens, dtype=torch.float32)
-    programs, arguments = launch("forward", _capability(q), q, k, v, log_phi)
-    with torch.cuda.device_of(q):  # Triton launches on the current GPU; no effect on a CPU
-        wrap_triton(tiles.forward)[(batch * heads * programs,)](q, k, v, log_phi, out, log_sums, **arguments)
-    return out.transpose(1, 2), log_sums
+def _attention(qkv: Tensor, log_phi: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    out, log_sums = _checked(qkv, log_phi, head_dim)
+    batch, _, heads, _ = out.shape
+    programs, arguments = launch("forward", _capability(qkv), qkv, log_phi, head_dim)
+    with torch.cuda.device_of(qkv):  # Triton launches on the current GPU; no effect on a CPU
+        wrap_triton(tiles.forward)[(batch * heads * programs,)](qkv.contiguous(), log_phi, out, log_sums, **arguments)
+    return out, log_sums
 
 
 def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor, out: Tensor, log_sums: Tensor, dout: Tensor, phi_learns: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, heads, tokens, _ = q.shape
-    inputs, capability = (q, k, v, log_phi), _capability(q)
-    dq, dk, dv, deltas = _packed(q), _packed(q), _packed(q), torch.empty_like(log_sums)
-    out = out.transpose(1, 2)  # (B, N, heads, head_dim), as it was made
+    qkv: Tensor, log_phi: Tensor, out: Tensor, log_sums: Tensor, dout: Tensor, head_dim: int, phi_learns: bool
+) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, _ = out.shape
+    inputs, dout, capability = (qkv.contiguous(), log_phi), dout.contiguous(), _capability(qkv)
+    dqkv, deltas = torch.empty_like(inputs[0]), torch.empty_like(log_sums)
     groups = min(GROUPS, batch)
     sums = log_sums.new_empty((groups, heads, tokens, tokens) if phi_learns else 0)
-    with torch.cuda.device_of(q):
-        programs, arguments = launch("query_gradient", capability, *inputs, dout)
+    with torch.cuda.device_of(qkv):
+        programs, arguments = launch("query_gradient", capability, *inputs, head_dim)
         wrap_triton(gradient_tiles.query_gradient)[(batch * heads * programs,)](
-            *inputs, out, log_sums, dout, dq, deltas, **arguments
+            *inputs, out, log_sums, dout, dqkv, deltas, **arguments
         )
-        programs, arguments = launch("key_value_gradient", capability, *inputs, dout)
+        programs, arguments = launch("key_value_gradient", capability, *inputs, head_dim)
         wrap_triton(gradient_tiles.key_value_gradient)[(batch * heads * programs,)](
-            *inputs, log_sums, dout, deltas, dk, dv, **arguments
+            *inputs, log_sums, dout, deltas, dqkv, **arguments
         )
         if phi_learns:
-            programs, arguments = launch("phi_gradient", capability, *inputs, dout)
+            programs, arguments = launch("phi_gradient", capability, *inputs, head_dim)
             wrap_triton(gradient_tiles.phi_gradient)[(groups * heads * programs,)](
                 *inputs, log_sums, dout, deltas, sums, batch, groups, **arguments
             )
-    dphi = sums.sum(0).to(log_phi.dtype) if phi_learns else log_phi.new_empty(0)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dphi
+    return dqkv, sums.sum(0).to(log_phi.dtype) if phi_learns else log_phi.new_empty(0)
 
 
 attention = _operator(NAME, _attention, mutates_args=())
 gradients = _operator(f"{NAME}_backward", _gradients, mutates_args=())
-
-
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor) -> tuple[Tensor, Tensor]:
-    return _packed(q).transpose(1, 2), q.new_empty(q.shape[:3], dtype=torch.float32)
+attention.register_fake(_checked)
 
 
 @gradients.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor, out: Tensor, log_sums: Tensor, dout: Tensor, phi_learns: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (_packed(q).transpose(1, 2) for _ in range(3))
-    return dq, dk, dv, log_phi.new_empty(log_phi.shape if phi_learns else 0)
+    qkv: Tensor, log_phi: Tensor, out: Tensor, log_sums: Tensor, dout: Tensor, head_dim: int, phi_learns: bool
+) -> tuple[Tensor, Tensor]:
+    return qkv.new_empty(qkv.shape), log_phi.new_empty(log_phi.shape if phi_learns else 0)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, head_dim = inputs
+    ctx.head_dim = head_dim
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs, *output)
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return None, None, None, None
-    phi_learns = ctx.needs_input_grad[3]
-    dq, dk, dv, dphi = gradients(*ctx.saved_tensors, dout, phi_learns)
-    return dq, dk, dv, dphi if phi_learns else None
+        return None, None, None
+    phi_learns = ctx.needs_input_grad[1]
+    dqkv, dphi = gradients(*ctx.saved_tensors, dout, ctx.head_dim, phi_learns)
+    return dqkv, dphi if phi_learns else None, None
 
 
 attention.register_autograd(_backward, setup_context=_keep)
@@ -171,10 +173,10 @@ _library = Library("pervit", "FRAGMENT")  # holds the rules below
 
 
 def _autocast_rule(device: str) -> Any:
-    def cast(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor) -> tuple[Tensor, Tensor]:
+    def cast(qkv: Tensor, log_phi: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return attention(q.to(dtype), k.to(dtype), v.to(dtype), log_phi)  # log Φp stays: bfloat16 has -20 in steps of 0.125
+            return attention(qkv.to(dtype), log_phi, head_dim)  # log Φp stays: bfloat16 has -20 in steps of 0.125
 
     return cast
 
@@ -184,13 +186,15 @@ for _device in ("cpu", "cuda"):
 
 
 @register_flop_formula(torch.ops.pervit.peripheral_attention)
-def _flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+def _flops(qkv: torch.Size, log_phi: torch.Size, head_dim: int, *__: Any, **___: Any) -> int:
     """2 products of (N, N, head_dim) per head; PyTorch counts 2 per multiply-accumulate."""
-    batch, heads, tokens, width = q
-    return 2 * 2 * batch * heads * tokens**2 * width
+    batch, tokens, _, heads, _ = qkv
+    return 2 * 2 * batch * heads * tokens**2 * head_dim
 
 
 @register_flop_formula(torch.ops.pervit.peripheral_attention_backward)
-def _gradient_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+def _gradient_flops(
+    qkv: torch.Size, log_phi: torch.Size, out: Any, log_sums: Any, dout: Any, head_dim: int, *_: Any, **__: Any
+) -> int:
     """5 products, as PyTorch counts its own attention's backward pass: without those that are computed again."""
-    return _flops(q, k, v) * 5 // 2
+    return _flops(qkv, log_phi, head_dim) * 5 // 2

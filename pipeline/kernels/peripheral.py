@@ -1,4 +1,4 @@
-"""Compute softmax(q kᵀ / sqrt(head_dim) + log Φp) v: the function that models call, and the choice between its two forms."""
+"""Compute softmax(q kᵀ / sqrt(head_dim) + log Φp) v: the functions that models call, and the choice between its two forms."""
 
 from __future__ import annotations
 
@@ -23,12 +23,23 @@ _INTERPRETED = os.environ.get(INTERPRETER, "").lower() in ("1", "true", "on", "y
 
 MAX_WIDTH = 128  # channels of a head: more would need smaller tiles
 CAPABILITY = (8, 0)  # the oldest GPUs that the tests compile the kernels for, Ampere
-# PyTorch's fused attention kernels on CUDA need a head_dim that is a multiple of 8; PerViT-M's are 26, 39, 45 and 57.
-_CUDA_HEAD_ALIGNMENT = 8
+_ALIGNMENT = 8  # channels of a head on CUDA
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def peripheral_attention(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor | None) -> Tensor:
+    """:func:`packed_attention` of q, k and v (B, heads, N, head_dim), with any strides, which are copied for the kernels ->
+    (B, heads, N, head_dim)."""
+    if log_phi is None or not uses_triton(q):
+        return biased_attention(q, k, v, log_phi)
+    packed = torch.stack([part.transpose(1, 2) for part in (q, k, v)], 2)  # (B, N, 3, heads, head_dim)
+    head_dim = q.shape[-1]
+    if padding := aligned_width(head_dim, q.device) - head_dim:
+        packed = F.pad(packed, (0, padding))
+    return packed_attention(packed, log_phi, head_dim)[..., :head_dim].transpose(1, 2)
+
+
+def packed_attention(qkv: Tensor, log_phi: Tensor | None, head_dim: int | None = None) -> Tensor:
     """softmax(q kᵀ / sqrt(head_dim) + log Φp) v, which is Normalize[exp(q kᵀ / sqrt(head_dim)) ⊙ Φp] v (PerViT, Eq. 3).
 
     On NVIDIA GPUs of compute capability 8.0 and more it runs Triton kernels, whose results repeat bit for bit; elsewhere, and for
@@ -36,42 +47,60 @@ def peripheral_attention(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor | None
     from the kernels, ``triton`` makes it an error where they cannot run; ``TRITON_INTERPRET=1`` runs them on CPU tensors, in
     Triton's interpreter.
 
-    Under autocast q, k and v are cast to its dtype. The kernels keep log Φp in its own and add up in float32.
+    Under autocast q, k and v are cast to its dtype. The kernels keep log Φp in its own and add up in float32. A query whose
+    scores are all -inf gets zeros, and its scores no gradient.
 
     Args:
-        q, k, v: (B, heads, N, head_dim) of one dtype, with any strides.
+        qkv: queries, keys and values as one projection gives them, (B, N, 3, heads, width).
         log_phi: (heads, N, N), the same for all images; None: Φp = 1.
+        head_dim: channels of a head; those from here to ``width`` must be zero (:func:`aligned_width`). Default: ``width``.
 
     Returns:
-        (B, heads, N, head_dim).
+        (B, N, heads, width); what is zero in v is zero here, and in all gradients.
 
     Raises:
+        RuntimeError: the shapes do not fit together.
         UserError: the kernels are asked for, but cannot run.
     """
-    if log_phi is None or not uses_triton(q):
-        return biased_attention(q, k, v, log_phi)
-    return torch.ops.pervit.peripheral_attention(q, k, v, log_phi)[0]
+    head_dim = head_dim or qkv.shape[-1]
+    if log_phi is not None and uses_triton(qkv):
+        return torch.ops.pervit.peripheral_attention(qkv, log_phi, head_dim)[0]
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # the gradients of the parts are put together with one copy
+    return biased_attention(q, k, v, log_phi, scale=head_dim**-0.5).transpose(1, 2)
 
 
-def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, alignment: int | None = None) -> Tensor:
+def aligned_width(head_dim: int, device: torch.device) -> int:
+    """Channels of a head, with zeros at their end, in projections that attention reads on this device.
+
+    On a GPU a multiple of 16 bytes in bf16, the widest load: heads of 39, 45 and 57 (PerViT-M) or 70 channels (T) begin anywhere
+    otherwise, and can neither be copied to shared memory ahead of their use nor go into PyTorch's fused kernels.
+    """
+    padded = device.type == "cuda" or (_INTERPRETED and _ASKED != PLAIN)
+    return head_dim + (-head_dim % _ALIGNMENT if padded else 0)
+
+
+def biased_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, alignment: int | None = None, scale: float | None = None
+) -> Tensor:
     """:func:`peripheral_attention` with PyTorch's fused attention, for which the bias is cast to ``q``'s dtype.
 
     Args:
         alignment: zero-pad head_dim to a multiple of this, which changes neither the scores nor the columns that are kept.
             Default: 8 on CUDA, where other sizes cannot use the fused kernels, else 1.
+        scale: of the scores. Default: 1 / sqrt(head_dim).
     """
     head_dim = q.shape[-1]
     if alignment is None:
-        alignment = _CUDA_HEAD_ALIGNMENT if q.is_cuda else 1
+        alignment = _ALIGNMENT if q.is_cuda else 1
     if padding := -head_dim % alignment:
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
     mask = None if bias is None else bias.to(q.dtype)[None]  # (1, heads, N, N)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=head_dim**-0.5)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale or head_dim**-0.5)
     return out[..., :head_dim]  # (B, heads, N, head_dim)
 
 
 def uses_triton(q: Tensor) -> bool:
-    """Whether attention of queries (B, heads, N, head_dim) of this device, dtype and width runs the Triton kernels.
+    """Whether attention of queries (..., width) of this device, dtype and width runs the Triton kernels.
 
     Raises:
         UserError: see :func:`peripheral_attention`.
@@ -118,9 +147,9 @@ def _find_obstacle(device: str, index: int) -> tuple[str, str]:
     from pipeline.kernels import fused  # registers the operator
 
     if device == "cuda":
-        q, k, v, log_phi = torch.zeros(4, 1, 1, 16, 16, device=f"cuda:{index}").unbind()
+        zeros = torch.zeros(1, 16, 3, 1, 16, device=f"cuda:{index}")
         try:
-            fused.attention(q, k, v, log_phi[0])
+            fused.attention(zeros, zeros[:, :, 0, 0], 16)
         except Exception as error:  # no C compiler, an unfit driver, a cache folder that is not writable: many types
             line = first_line(error)
             _log.warning(f"attention runs without its Triton kernels, which cannot be built here ({line})")

@@ -5,9 +5,10 @@ The forward pass keeps the logarithm of each row's sum, from which the backward 
 "FlashAttention-2", ICLR 2024, Algorithms 1 and 2). Scores are kept in base 2, for which GPUs have an instruction. Every number is
 written by one program and added up in a fixed order, so that repeated runs agree bit for bit.
 
-All sizes and strides are compile-time constants: the compiler then knows how far addresses are aligned, and a head of 26 to 70
-channels is read as it is, in the widest loads that its alignment allows. Channels from ``WIDTH`` on are masked. Loads of tokens
-past the end read the last token again, which needs no mask; such keys get a score of -inf, and nothing of such queries is written.
+Queries, keys and values are one tensor (B, N, 3, HEADS, WIDTH), as a projection writes them, and so are their gradients: the
+projection's backward pass needs no copy. All sizes are compile-time constants: the compiler then knows how far addresses are aligned.
+Channels from ``WIDTH`` on are masked. Loads of tokens past the end read the last token again, which needs no mask; such keys get a
+score of -inf, and nothing of such queries is written. A query whose scores are all -inf gets zeros, as from PyTorch's attention.
 
 The number of tokens is seldom a multiple of a block (196 = 3 * 64 + 4): a loop over full blocks is followed by one block of ``REST``
 tokens, 0 for none.
@@ -40,10 +41,17 @@ def rounded(values, dtype: tl.constexpr):
 
 
 @triton.jit
-def read_rows(base, token, TOKEN: tl.constexpr, CHANNEL: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
-    """Rows of q, k, v or a gradient: (tokens, CHANNELS), zero from WIDTH on. TOKEN and CHANNEL are strides."""
+def parts(qkv, image, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    """Where q, k and v, or their gradients, of a head of an image begin in (B, N, 3, HEADS, WIDTH)."""
+    q = qkv + (image * (TOKENS * 3 * HEADS) + head) * WIDTH
+    return q, q + HEADS * WIDTH, q + 2 * HEADS * WIDTH
+
+
+@triton.jit
+def read_rows(base, token, TOKEN: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """Rows of q, k, v or a gradient, TOKEN numbers apart: (tokens, CHANNELS), zero from WIDTH on."""
     channel = tl.arange(0, CHANNELS)
-    pointers = base + token[:, None] * TOKEN + channel[None, :] * CHANNEL
+    pointers = base + token[:, None] * TOKEN + channel[None, :]
     if WIDTH == CHANNELS:
         values = tl.load(pointers)
     else:
@@ -53,7 +61,7 @@ def read_rows(base, token, TOKEN: tl.constexpr, CHANNEL: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def write_rows(base, rows, token, TOKEN: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
-    """Store (tokens, CHANNELS) into rows of adjacent channels, less what is past TOKENS and WIDTH."""
+    """Store (tokens, CHANNELS) into rows that are TOKEN numbers apart, less what is past TOKENS and WIDTH."""
     channel = tl.arange(0, CHANNELS)
     inside = (token[:, None] < TOKENS) & (channel[None, :] < WIDTH)
     tl.store(base + token[:, None] * TOKEN + channel[None, :], rounded(rows, base.dtype.element_ty), mask=inside)
@@ -73,30 +81,28 @@ def log2_phi(base, query, key, QUERY: tl.constexpr, KEY: tl.constexpr, TOKENS: t
 @triton.jit
 def _attend(
     state, q, k, v, log_phi, query, first,
-    BLOCK: tl.constexpr, MASKED: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PHI: tl.constexpr,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, TOKEN: tl.constexpr, PHI: tl.constexpr,
     SCALE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys to the running softmax: weighted sum (queries, CHANNELS), row maximum and row sum (queries,)."""
     result, peak, total = state
     key = first + tl.arange(0, BLOCK)
     token = tl.minimum(key, TOKENS - 1) if MASKED else key
-    k_rows = read_rows(k, token, K[0], K[1], WIDTH, CHANNELS)
+    k_rows = read_rows(k, token, TOKEN, WIDTH, CHANNELS)
     scores = product(q, tl.trans(k_rows), None, PRECISION) * (SCALE * LOG2E)
     scores += log2_phi(log_phi, query[:, None], key[None, :], PHI[0], PHI[1], TOKENS, MASKED)
     higher = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - higher[:, None])
-    shrink = tl.exp2(peak - higher)
-    v_rows = read_rows(v, token, V[0], V[1], WIDTH, CHANNELS)
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is not a number
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(peak - base)
+    v_rows = read_rows(v, token, TOKEN, WIDTH, CHANNELS)
     result = product(rounded(weights, v_rows.dtype), v_rows, result * shrink[:, None], PRECISION)
     return result, higher, total * shrink + tl.sum(weights, 1)
 
 
 @triton.jit
 def forward(
-    q, k, v, log_phi, out, log_sums,
-    Q_IMAGE: tl.constexpr, Q_HEAD: tl.constexpr, Q_TOKEN: tl.constexpr, Q_CHANNEL: tl.constexpr,
-    K_IMAGE: tl.constexpr, K_HEAD: tl.constexpr, K_TOKEN: tl.constexpr, K_CHANNEL: tl.constexpr,
-    V_IMAGE: tl.constexpr, V_HEAD: tl.constexpr, V_TOKEN: tl.constexpr, V_CHANNEL: tl.constexpr,
+    qkv, log_phi, out, log_sums,
     PHI_HEAD: tl.constexpr, PHI_QUERY: tl.constexpr, PHI_KEY: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
@@ -108,10 +114,9 @@ def forward(
     image = (place // (blocks * HEADS)).to(tl.int64)  # an offset may exceed 32 bits
     query = place % blocks * QUERIES + tl.arange(0, QUERIES)
     token = tl.minimum(query, TOKENS - 1)
-    k += image * K_IMAGE + head * K_HEAD
-    v += image * V_IMAGE + head * V_HEAD
+    q, k, v = parts(qkv, image, head, HEADS, TOKENS, WIDTH)
     log_phi += head * PHI_HEAD
-    q_rows = read_rows(q + image * Q_IMAGE + head * Q_HEAD, token, Q_TOKEN, Q_CHANNEL, WIDTH, CHANNELS)
+    q_rows = read_rows(q, token, 3 * HEADS * WIDTH, WIDTH, CHANNELS)
 
     full: tl.constexpr = TOKENS // KEYS * KEYS
     state = (
@@ -122,16 +127,19 @@ def forward(
     for first in range(0, full, KEYS):
         state = _attend(
             state, q_rows, k, v, log_phi, token, first,
-            KEYS, False, (K_TOKEN, K_CHANNEL), (V_TOKEN, V_CHANNEL), (PHI_QUERY, PHI_KEY),
+            KEYS, False, 3 * HEADS * WIDTH, (PHI_QUERY, PHI_KEY),
             SCALE, TOKENS, WIDTH, CHANNELS, PRECISION,
         )  # fmt: skip
     if REST:
         state = _attend(
             state, q_rows, k, v, log_phi, token, full,
-            REST, True, (K_TOKEN, K_CHANNEL), (V_TOKEN, V_CHANNEL), (PHI_QUERY, PHI_KEY),
+            REST, True, 3 * HEADS * WIDTH, (PHI_QUERY, PHI_KEY),
             SCALE, TOKENS, WIDTH, CHANNELS, PRECISION,
         )  # fmt: skip
     result, peak, total = state
     out += (image * TOKENS * HEADS + head) * WIDTH  # (B, N, heads, width)
+    none = peak == float("-inf")  # of a query's scores is a number
+    total = tl.where(none, 1.0, total)
+    log_sum = tl.where(none, float("inf"), peak + tl.log2(total))  # the gradients' weights are zero too
     write_rows(out, result / total[:, None], query, HEADS * WIDTH, TOKENS, WIDTH, CHANNELS)
-    tl.store(log_sums + (image * HEADS + head) * TOKENS + query, peak + tl.log2(total), mask=query < TOKENS)  # (B, heads, N)
+    tl.store(log_sums + (image * HEADS + head) * TOKENS + query, log_sum, mask=query < TOKENS)  # (B, heads, N)

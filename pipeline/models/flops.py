@@ -122,13 +122,22 @@ def _count_timm(model: nn.Module, image: torch.Tensor) -> tuple[float, float, fl
         return by_torch, by_torch, by_torch, ["everything: it cannot trace the model, so both figures are PyTorch's"]
 
 
-_ATTENTION = ("aten::scaled_dot_product_attention", "pervit::peripheral_attention")  # of PyTorch, of pipeline.kernels
-
-
 def _attention_macs(inputs: list, outputs: list) -> float:
     """The products q kᵀ and softmax(..) v of fused attention, for which fvcore has no handler."""
     (*batch, queries, width), (*_, keys, value_width) = inputs[0].type().sizes(), inputs[2].type().sizes()  # (B, heads, N, D)
     return math.prod(batch) * queries * keys * (width + value_width)
+
+
+def _packed_attention_macs(inputs: list, outputs: list) -> float:
+    """The same of :mod:`pipeline.kernels`: (B, N, 3, heads, width), log Φp, and the channels of a head that are not zero."""
+    batch, tokens, _, heads, _ = inputs[0].type().sizes()
+    return 2 * batch * heads * tokens**2 * inputs[2].toIValue()
+
+
+_ATTENTION = {
+    "aten::scaled_dot_product_attention": _attention_macs,
+    "pervit::peripheral_attention": _packed_attention_macs,
+}
 
 
 def _conv_and_bias(inputs: list, outputs: list) -> float:
@@ -174,7 +183,7 @@ def _traced(
 
     logging.getLogger("fvcore.nn.jit_analysis").setLevel(logging.ERROR)
     analysis = FlopCountAnalysis(model, image)
-    analysis.set_op_handle(**{**dict.fromkeys(_ATTENTION, _attention_macs), **handlers})
+    analysis.set_op_handle(**{**_ATTENTION, **handlers})
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
     total = analysis.total()
     return total, sorted(op for op in analysis.unsupported_ops() if op.removeprefix("aten::") not in _NO_PRODUCT)

@@ -2,7 +2,7 @@
 
 PyTorch updates BatchNorm's running statistics in every forward pass, on each rank from its own images. Here they change once per
 optimizer step, by ``momentum``, towards the mean over all micro-batches of all ranks. So they are equal on all ranks, independent of
-the world size (up to rounding), and a skipped step leaves them unchanged.
+the world size (up to rounding), and a skipped step leaves them unchanged. Whether a step was taken may be known to the device only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.cluster.world import World
-from pipeline.optim.engine import Engine
+from pipeline.optim.engine import Engine, PlainEngine
 
 
 class WeightAverage:
@@ -35,18 +35,37 @@ class WeightAverage:
         self.decay = decay
         self._engine = engine
         self.averages = {name: weight.clone() for name, weight in self._held()}
+        self._flat: tuple[Tensor, Tensor] | None = None  # all averages and all weights that change
+        if isinstance(engine, PlainEngine):
+            flat = engine.flat
+            self._flat = flat.weights.clone(), flat.weights
+            views = dict(zip(flat.parameters, flat.views(self._flat[0])))
+            self.averages |= {name: views[p] for name, p in engine.module.named_parameters() if p in views}
         saved = engine.module.state_dict().keys()  # without buffers that are derived from others
         floating = (name for name, buffer in engine.module.named_buffers() if buffer.is_floating_point() and name in saved)
         self.buffers = {name: engine.module.get_buffer(name).clone() for name in floating}
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Update the average with the model's current weights."""
-        held = dict(self._held())
-        # One kernel for all tensors on a GPU, as torch.optim.swa_utils does; one call per tensor takes 1 to 2 ms of a step.
-        torch._foreach_lerp_([self.averages[name] for name in held], list(held.values()), 1 - self.decay)
-        if self.buffers:
-            torch._foreach_lerp_(list(self.buffers.values()), list(self.models_buffers().values()), 1 - self.decay)
+    def update(self, taken: Tensor | bool) -> None:
+        """Update the average with the model's current weights, if the step was ``taken``; a tensor is () on their device."""
+        averages, values = list(self.buffers.values()), list(self.models_buffers().values())
+        if isinstance(taken, Tensor):
+            rate = (1 - self.decay) * taken  # 0: every number stays as it is
+            if self._flat:
+                self._flat[0].lerp_(self._flat[1], rate)
+            else:
+                held = dict(self._held())
+                averages += [self.averages[name] for name in held]
+                values += held.values()
+            if averages:  # which no foreach operation does with a rate on the device
+                changes = torch._foreach_sub(values, averages)
+                torch._foreach_mul_(changes, rate)
+                torch._foreach_add_(averages, changes)
+        elif taken:
+            held = dict(self._held())
+            # One kernel for all tensors on a GPU, as torch.optim.swa_utils does; one call per tensor takes 1 to 2 ms of a step.
+            averages += [self.averages[name] for name in held]
+            torch._foreach_lerp_(averages, [*values, *held.values()], 1 - self.decay)
 
     def models_buffers(self) -> dict[str, Tensor]:
         """The model's own buffers with the names of ``buffers``: not copies."""
@@ -86,8 +105,19 @@ class StepStatistics:
         self._world = world
         self._norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._momentum = [norm.momentum for norm in self._norms]
-        self._before: list[list[Tensor]] = []  # the buffers as they were before the step
-        self._mean = torch.empty(0)  # (F,), all statistics concatenated: over the micro-batches before the last
+        if not self._norms:
+            return
+        # All running statistics become views of one tensor, (F,), and all counts of batches of another, (norms,).
+        statistics, counts = [], []
+        for norm in self._norms:
+            mean, variance, batches = _buffers(norm)
+            statistics += [mean, variance]
+            counts.append(batches)
+        self._now = [_joined(statistics), _joined(counts)]
+        self._before = [now.clone() for now in self._now]  # as they were before the step
+        # (F,); no model has None, which is a cumulative average
+        self._rates = torch.cat([torch.full_like(b, norm.momentum or 0.0) for norm in self._norms for b in _buffers(norm)[:2]])
+        self._mean = torch.empty(0)  # (F,): over the micro-batches before the last
         self._number = 0  # of the last micro-batch
 
     def __len__(self) -> int:
@@ -95,7 +125,8 @@ class StepStatistics:
 
     def begin(self) -> None:
         """Call before the first micro-batch of a step, for whose length the buffers hold the statistics of one micro-batch."""
-        self._before = [[buffer.clone() for buffer in _buffers(norm)] for norm in self._norms]
+        if self._norms:
+            torch._foreach_copy_(self._before, self._now)
         for norm in self._norms:
             norm.momentum = 1.0  # not one for each micro-batch: a compiled model has it as a constant
 
@@ -107,24 +138,35 @@ class StepStatistics:
 
     @torch.no_grad()
     def _mean_so_far(self) -> Tensor:
-        own = torch.cat([buffer for norm in self._norms for buffer in _buffers(norm)[:2]])
+        own = self._now[0].clone()
         return self._mean.lerp_(own, 1 / (self._number + 1)) if self._number else own
 
     @torch.no_grad()
-    def end(self, taken: bool) -> None:
+    def end(self, taken: Tensor | bool) -> None:
         """Call after the last micro-batch of a step; one that was not ``taken`` restores the statistics. Collective."""
         if not self._norms:
             return
-        if taken:
-            mean = self._world.sum(self._mean_so_far()).div_(self._world.size)
-            parts = iter(mean.split([norm.num_features for norm in self._norms for _ in range(2)]))
-        for norm, kept, momentum in zip(self._norms, self._before, self._momentum):
-            assert momentum is not None  # it is with a cumulative average, which no model has
-            *running, batches = _buffers(norm)
-            for buffer, before in zip(running, kept):
-                buffer.copy_(before.lerp_(next(parts), momentum) if taken else before)
-            batches.copy_(kept[2] + taken)
+        (statistics, counts), (before, counted) = self._now, self._before
+        mean = self._world.sum(self._mean_so_far()).div_(self._world.size)  # (F,)
+        if not isinstance(taken, Tensor):
+            taken = torch.full((), taken, device=mean.device)  # which no copy has to wait for
+        torch.where(taken, before.lerp(mean, self._rates), before, out=statistics)
+        torch.add(counted, taken, out=counts)
+        for norm, momentum in zip(self._norms, self._momentum):
             norm.momentum = momentum
+
+    def restore(self) -> None:
+        """Go back to before the step."""
+        if self._norms:
+            torch._foreach_copy_(self._now, self._before)
+
+
+def _joined(buffers: list[Tensor]) -> Tensor:
+    """Make buffers views of one tensor, their numbers one after the other: (n,)."""
+    flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+    for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+        buffer.data = values.view(buffer.shape)
+    return flat
 
 
 def _buffers(norm: _BatchNorm) -> list[Tensor]:

@@ -1,11 +1,11 @@
-"""Build DeepSpeed's engine from the run's config, without a config file of its own, and step its optimizer."""
+"""Build the engine of a run, ours without ZeRO and DeepSpeed's with it, from the run's config alone, and step its optimizer."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -16,50 +16,72 @@ from torch import Tensor, nn
 
 from pipeline.cluster.rendezvous import quiet_deepspeed
 from pipeline.cluster.world import World
-from pipeline.config import Config, accumulation_steps
+from pipeline.config import AUTO, Config, accumulation_steps
 from pipeline.errors import UserError
 from pipeline.optim.build import LR_SCALE, build_optimizer, optimizer_description
+from pipeline.optim.plain_engine import PlainEngine
 from pipeline.optim.slices import Engine as Engine
 from pipeline.optim.slices import SliceOptimizer, inner_optimizer
+from pipeline.optim.zero_waits import skip_on_the_device, wait_for_the_reduction_only
 
 # Elements of a gradient bucket: 20 MB in fp32, large enough for the full bandwidth of NCCL and gloo, small enough that models of
 # 8 to 90 million parameters have several, whose reduction overlaps with the rest of the backward pass. DeepSpeed's default, 5e8,
 # is one bucket of 2 GB, reduced after the backward pass.
 REDUCE_BUCKET = 5_000_000
 GATHER_BUCKET = 50_000_000  # elements of updated weights that one all-gather collects: nothing waits for a part of them
+_SHARED_BYTES = 8  # of a parameter that stage 1 shares out: AdamW's two moments
+_WORTHWHILE = 0.05  # of a GPU's memory: for less, no step waits for DeepSpeed
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def zero_stage(config: Config, world_size: int) -> int:
-    """The ZeRO stage that a run takes: ``train.zero_stage``, or 0 for one process, which has nobody to share with.
+def zero_stage(config: Config, world_size: int, parameters: int = 0, memory: int | None = None) -> int:
+    """The ZeRO stage that a run takes, see :func:`choose_zero_stage`."""
+    return choose_zero_stage(config, world_size, parameters, memory)[0]
 
-    Stages 1 to 3 would copy every gradient into a bucket, the gradients into a flat shard, and keep the weights twice.
+
+def choose_zero_stage(config: Config, world_size: int, parameters: int, memory: int | None) -> tuple[int, str]:
+    """The ZeRO stage that a run takes, and why another one than the config's, in half a sentence.
+
+    It is 0 for one process, which has nobody to share with: stages 1 to 3 would copy every gradient into a bucket, the gradients into
+    a flat shard, and keep the weights twice.
+
+    Args:
+        parameters: that learn; for "auto".
+        memory: bytes of a GPU; None: the devices are CPUs, which do not wait for launches, and whose memory all processes share.
 
     Raises:
         UserError: the optimizer cannot step on slices of parameters, which is what ZeRO gives it.
     """
-    stage = config.train.zero_stage if world_size > 1 else 0
-    if stage and not optimizer_description(config.optim).takes_slices:
-        raise UserError(
-            f"train.zero_stage must be 0 on several processes with optim.name={config.optim.name}, which needs whole parameters, "
-            f"got {stage}",
-            "set train.zero_stage=0",
-        )
-    return stage
+    asked, optimizer = config.train.zero_stage, optimizer_description(config.optim)
+    if world_size == 1:
+        return 0, "" if asked in (0, AUTO) else f"train.zero_stage {asked} has nothing to share out on one process"
+    if isinstance(asked, int):
+        if asked and not optimizer.takes_slices:
+            raise UserError(
+                f"train.zero_stage must be 0 on several processes with optim.name={config.optim.name}, which needs whole parameters, "
+                f"got {asked}",
+                "set train.zero_stage=0",
+            )
+        return asked, ""
+    if not optimizer.takes_slices:
+        return 0, f"auto: {config.optim.name} needs whole parameters"
+    if memory is None:
+        return 1, "auto: the devices are CPUs"
+    saved = _SHARED_BYTES * parameters * (1 - 1 / world_size)
+    compared = f"stage 1 saves {saved / 2**30:.2f} GiB, {saved / memory:.1%} of a GPU's {memory / 2**30:.0f}"
+    return (0 if saved < _WORTHWHILE * memory else 1), f"auto: {compared}"
 
 
 def deepspeed_config(config: Config, world_size: int) -> dict:
-    """DeepSpeed's config. Raises UserError: the batch sizes do not divide."""
-    stage = zero_stage(config, world_size)
+    """DeepSpeed's config, for a stage from 1 on. Raises UserError: the batch sizes do not divide."""
     return {
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": accumulation_steps(config.train, world_size, config.augment.unit),
-        # Without ZeRO, DeepSpeed computes the norm once more and clips one parameter at a time: optimizer_step does it instead.
-        "gradient_clipping": config.optim.clip_grad_norm or 0.0 if stage else 0.0,
+        "gradient_clipping": config.optim.clip_grad_norm or 0.0,
         "zero_optimization": {
-            "stage": stage,
+            "stage": zero_stage(config, world_size),
             "overlap_comm": world_size > 1,
             "reduce_bucket_size": REDUCE_BUCKET,
             "allgather_bucket_size": GATHER_BUCKET,
@@ -88,26 +110,34 @@ def build_engine(model: Model, config: Config, world: World, optimizer: torch.op
     Args:
         optimizer: instead of the config's; each of its groups has the ``names`` of its parameters.
     """
+    model.to(world.device)
+    optimizer = optimizer or build_optimizer(model, config.optim)
+    if zero_stage(config, world.size) == 0:
+        joined = optimizer_description(config.optim).takes_slices
+        plain: Any = PlainEngine(model, optimizer, joined, config, world)
+        return _placed(plain, world)
     with quiet_deepspeed():
         import deepspeed
 
         # Its caution about optimizers that it does not know, which are tried here.
         logging.getLogger("DeepSpeed").addFilter(lambda record: "ZeRO with an untested optimizer" not in record.getMessage())
-        model.to(world.device)
         with _groups_with_timeout(config.distributed.collective_timeout):
             engine: Engine[Model] = deepspeed.initialize(
                 model=model,
-                optimizer=optimizer or build_optimizer(model, config.optim),
+                optimizer=optimizer,
                 config=deepspeed_config(config, world.size),
             )[0]
-    engine.clip_grad_norm = config.optim.clip_grad_norm or math.inf
+    if engine.zero_optimization_stage() in (1, 2):
+        skip_on_the_device(engine.optimizer)
+        if world.device.type == "cuda":
+            wait_for_the_reduction_only(engine.optimizer)
+    return _placed(engine, world)
+
+
+def _placed(engine: Engine[Model], world: World) -> Engine[Model]:
     inner = inner_optimizer(engine)
     if isinstance(inner, SliceOptimizer):
         inner.place(engine, world)
-    if world.size == 1:
-        engine.enable_backward_allreduce = False  # it would copy all gradients twice and send them nowhere
-    if engine.zero_optimization_stage() in (1, 2) and world.device.type == "cuda":
-        _wait_for_the_reduction_only(engine.optimizer)
     return engine
 
 
@@ -126,27 +156,6 @@ def _groups_with_timeout(seconds: float) -> Iterator[None]:
         dist.new_group = new_group
 
 
-def _wait_for_the_reduction_only(optimizer: Any) -> None:
-    """With ``overlap_comm``, DeepSpeed's ZeRO 1 and 2 wait for the whole device after the last bucket, and so for the loader's
-    streams. What follows needs the reduced gradients only: the current stream waits for the reduction's.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator, epilogue = get_accelerator(), optimizer.independent_gradient_partition_epilogue
-
-    def wait(device: int | None = None) -> None:
-        accelerator.current_stream().wait_stream(optimizer.reduction_stream)
-
-    def with_stream_wait() -> None:
-        accelerator.synchronize = wait  # on the instance, in front of the class's method
-        try:
-            epilogue()
-        finally:
-            del accelerator.synchronize
-
-    optimizer.independent_gradient_partition_epilogue = with_stream_wait
-
-
 def set_learning_rate(engine: Engine, lr: float) -> None:
     """Set the learning rate of the next step, of which layer-wise decay gives each group its fraction."""
     for group in engine.optimizer.param_groups:
@@ -154,12 +163,19 @@ def set_learning_rate(engine: Engine, lr: float) -> None:
 
 
 def micro_batches(engine: Engine, count: int | None = None) -> Iterator[int]:
-    """Count the micro-batches of a step from 0, within :func:`weights_cast_once`; ``count`` of them, or those of the config."""
-    with weights_cast_once(engine.zero_optimization_stage()):
+    """Count the micro-batches of a step from 0, ``count`` of them or those of the config; each weight is cast to bf16 once for all."""
+    copies = engine.computing_weights() if isinstance(engine, PlainEngine) else nullcontext()
+    with weights_cast_once(engine.zero_optimization_stage()), copies:
         for number in range(count or engine.gradient_accumulation_steps()):
             if count:
                 engine.set_gradient_accumulation_boundary(number == count - 1)
             yield number
+
+
+def prepare(engine: Engine, images: Tensor, noise: Tensor | None) -> None:
+    """Let an engine look at the first micro-batch of a start, within :func:`micro_batches`; it does nothing at the others."""
+    if isinstance(engine, PlainEngine):
+        engine.prepare(images, noise)
 
 
 @contextmanager
@@ -190,23 +206,12 @@ def optimizer_step(engine: Engine) -> float | Tensor | None:
     if not engine.is_gradient_accumulation_boundary():
         engine.step()
         return None
-    if engine.zero_optimization_stage():
-        engine.step()  # checks the gradients of all ranks for inf and NaN itself
-        return engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
-    norm = _clip_replicated(engine)
-    if not math.isfinite(norm):
-        engine.zero_grad()  # optimizers ignore parameters without a gradient
-    engine.step()
-    return norm
+    if isinstance(engine, PlainEngine):
+        return engine.update()
+    engine.step()  # checks the gradients of all ranks for inf and NaN itself
+    return engine.get_global_grad_norm() if engine.was_step_applied() else math.inf  # type: ignore[attr-defined]
 
 
-def _clip_replicated(engine: Engine) -> Tensor:
-    """Without ZeRO, DeepSpeed reports no norm, but every rank holds all of the gradients: clip them. Returns their norm before, ()."""
-    parameters = [p for p in engine.module.parameters() if p.requires_grad]
-    for parameter in parameters:
-        if parameter.grad is None:  # unused in this step: its weights decay all the same, as under ZeRO
-            parameter.grad = torch.zeros_like(parameter)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if engine.clip_grad_norm < math.inf:
-        torch.nn.utils.clip_grads_with_norm_(parameters, engine.clip_grad_norm, norm)
-    return norm
+def was_taken(norm: float | Tensor) -> bool | Tensor:
+    """Whether the step with this gradient norm was taken; () bool on the device that has the norm."""
+    return norm < math.inf

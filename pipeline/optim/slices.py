@@ -1,4 +1,4 @@
-"""Name what is used of DeepSpeed's engine, and find what its optimizer updates on this rank: a slice of each parameter.
+"""Name what is used of an engine, DeepSpeed's or ours, and find what its optimizer updates on this rank: a slice of each parameter.
 
 Under ZeRO 1 to 3 the optimizer sees flat shards of many parameters, which begin and end anywhere within one. AdamW does not mind, since
 it treats every element by itself; an optimizer that needs a whole parameter, its norm for example, must put the slices together.
@@ -19,14 +19,12 @@ WrappedModel = TypeVar("WrappedModel", bound=nn.Module, covariant=True)
 
 
 class Engine(Protocol[WrappedModel]):
-    """What is used of ``deepspeed.DeepSpeedEngine``, which has no types: the whole dependence on DeepSpeed's interface.
+    """What is used of ``deepspeed.DeepSpeedEngine``, which has no types: the whole dependence on DeepSpeed's interface. Without ZeRO
+    (stage 0), :class:`~pipeline.optim.plain_engine.PlainEngine` has the same.
 
     Parameters under ZeRO-3 have more attributes (``ds_tensor``, ``ds_shape``); the functions below read those, and the
     flat shards of the optimizer.
     """
-
-    clip_grad_norm: float  # ours, for ZeRO 0: see :func:`pipeline.optim.engine.deepspeed_config`
-    enable_backward_allreduce: bool
 
     @property
     def module(self) -> WrappedModel: ...
@@ -50,13 +48,10 @@ class Engine(Protocol[WrappedModel]):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next micro-batch is the last one of a step, instead of counting them."""
 
-    def zero_grad(self) -> None: ...
     def train(self, mode: bool = ...) -> Any: ...
     def eval(self) -> Any: ...
     def gradient_accumulation_steps(self) -> int: ...
     def is_gradient_accumulation_boundary(self) -> bool: ...
-    def was_step_applied(self) -> bool: ...
-    def get_global_grad_norm(self) -> float | Tensor | None: ...
     def zero_optimization_stage(self) -> int: ...
 
 
@@ -82,7 +77,7 @@ def slice_of(engine: Engine, name: str, parameter: nn.Parameter) -> Slice | None
         return None
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
-        return Slice(name, parameter.shape, 0, parameter, 0, parameter.numel())
+        return engine.slice_of(name, parameter)  # type: ignore[attr-defined]  # of PlainEngine
     if stage < 3:
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
@@ -103,6 +98,12 @@ def slice_of(engine: Engine, name: str, parameter: nn.Parameter) -> Slice | None
 def inner_optimizer(engine: Engine) -> torch.optim.Optimizer:
     """PyTorch's optimizer, without what DeepSpeed puts around it."""
     return engine.optimizer if engine.zero_optimization_stage() == 0 else engine.optimizer.optimizer
+
+
+def skips_on_the_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it skips a step on its own if its ``found_inf`` is 1: GradScaler's interface to PyTorch's fused optimizers. Muon is one
+    for other parameters only."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, SliceOptimizer)
 
 
 def updated_groups(engine: Engine) -> Iterator[tuple[dict[str, Any], Sequence[Tensor]]]:

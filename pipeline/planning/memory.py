@@ -12,8 +12,9 @@ from typing import Any
 import psutil
 import torch
 
-from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitting_micro_batches
+from pipeline.config import AUTO, Config, ModelConfig, TrainConfig, accumulation_steps, fitting_micro_batches
 from pipeline.hardware import Gpu, native_bf16
+from pipeline.models import model_of
 from pipeline.optim.engine import zero_stage
 from pipeline.planning.planned_machine import Layout
 from pipeline.planning.traced_step import TracedStep, fake_teacher, trace_evaluation, trace_step
@@ -58,7 +59,8 @@ class Subject:
     @property
     def stage(self) -> int:
         """Of ZeRO. Raises UserError: the optimizer cannot take it."""
-        return zero_stage(self.config, self.world_size)
+        parameters = trained_parameters(self.config) if self.config.train.zero_stage == AUTO else 0
+        return zero_stage(self.config, self.world_size, parameters, self.gpu.memory if self.gpu else None)
 
     @property
     def compile(self) -> str:
@@ -196,6 +198,18 @@ def _loader_bytes(config: Config, on_gpu: bool) -> int:
             total += size * (3 * _WINDOW + resizes + prefetch * 3 * side * side)
             total += (config.data.num_threads or _DECODER_THREADS) * _NVJPEG
     return int(total)
+
+
+def trained_parameters(config: Config) -> int:
+    """How many numbers the model learns."""
+    return _trained_parameters(config.model.model_dump_json())
+
+
+@lru_cache(maxsize=128)
+def _trained_parameters(model: str) -> int:
+    with torch.device("meta"):
+        built = model_of(Config(model=ModelConfig.model_validate_json(model)))
+    return sum(parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
 
 
 def _cpu_memory() -> int:

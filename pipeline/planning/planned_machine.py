@@ -4,8 +4,8 @@ PyTorch builds without CUDA know no tensors of a GPU. Three things differ there:
 too, Φp of all layers is one network, and CUDA's autocast computes norms, softmax and sums in float32, which the CPU's leaves in bf16.
 On a CPU, what :mod:`pipeline.kernels.chunked` does in a loop counts as the one operator that it is to the model.
 
-The engine's allocations are those of DeepSpeed 0.19's ``stage_1_and_2.py`` and ``stage3.py`` with the settings of
-:func:`pipeline.optim.engine.deepspeed_config`, of the rank that holds most.
+The engine's allocations are those of :mod:`pipeline.optim.plain_engine`, or of DeepSpeed 0.19's ``stage_1_and_2.py`` and ``stage3.py``
+with the settings of :func:`pipeline.optim.engine.deepspeed_config`, of the rank that holds most.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline.config import OptimConfig
 from pipeline.kernels import chunked
-from pipeline.kernels.peripheral import biased_attention
+from pipeline.kernels.peripheral import aligned_width, biased_attention, packed_attention
 from pipeline.models import convit
 from pipeline.models.common import vit
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.build import optimizer_description, parameter_groups
 from pipeline.optim.description import MATRICES
 from pipeline.optim.engine import GATHER_BUCKET, REDUCE_BUCKET
+from pipeline.optim.flat import PARTS
 from pipeline.planning.trace import GRADIENTS, PARAMETERS, Trace
 
 OPTIMIZER, BUCKETS = "optimizer state", "communication buckets"
@@ -67,24 +68,34 @@ def forms_of(trace: Trace, model: VisionModel, layout: Layout) -> Iterator[None]
         if layout.on_gpu:
             model.groups_phi = layout.stage < 3
             stack.enter_context(patch.object(vit, "suits_chunks", lambda qkv, bias: False))
-            for module in (vit, convit) if layout.kernels else ():
-                stack.enter_context(patch.object(module, "peripheral_attention", partial(_triton_attention, trace)))
+            cuda = torch.device("cuda")
+            stack.enter_context(patch.object(vit, "aligned_width", lambda head_dim, _: aligned_width(head_dim, cuda)))
+            if layout.kernels:
+                stack.enter_context(patch.object(vit, "packed_attention", partial(_packed_attention, trace)))
+                stack.enter_context(patch.object(convit, "peripheral_attention", partial(_triton_attention, trace)))
             stack.enter_context(_CudaFunctions(trace))
         else:
             stack.enter_context(patch.object(chunked, "_InChunks", _chunks_of(trace)))
         yield
 
 
+def _packed_attention(trace: Trace, qkv: Tensor, log_phi: Tensor | None, head_dim: int | None = None) -> Tensor:
+    """:func:`pipeline.kernels.peripheral.packed_attention` on a GPU that runs the Triton kernels."""
+    return packed_attention(qkv, None, head_dim) if log_phi is None else _Packed.apply(trace, *_cast(qkv), log_phi)
+
+
 def _triton_attention(trace: Trace, q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor | None) -> Tensor:
-    """:func:`pipeline.kernels.peripheral_attention` on a GPU that runs the Triton kernels."""
-    return biased_attention(q, k, v, None) if log_phi is None else _Fused.apply(trace, *_cast(q, k, v), log_phi, True)
+    """:func:`pipeline.kernels.peripheral_attention` there."""
+    if log_phi is None:
+        return biased_attention(q, k, v, None)
+    return _packed_attention(trace, torch.stack([part.transpose(1, 2) for part in (q, k, v)], 2), log_phi).transpose(1, 2)
 
 
 def _sdpa(trace: Trace, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *_: Any, **more: Any) -> Tensor:
     """PyTorch's attention on a GPU, which writes the bias's gradient for every image."""
     q, k, v = _cast(q, k, v)
     bias = None if attn_mask is None else _cast(attn_mask)[0].expand(*q.shape[:-1], k.shape[-2])
-    return _Fused.apply(trace, q, k, v, bias, False)
+    return _Fused.apply(trace, q, k, v, bias)
 
 
 class _CudaFunctions(TorchFunctionMode):
@@ -113,37 +124,62 @@ def _cast(*tensors: Tensor) -> list[Tensor]:
 
 
 class _Fused(torch.autograd.Function):
-    """Attention as its fused kernels do it, :mod:`pipeline.kernels.fused` or PyTorch's: what they allocate and keep, and one operator.
-
-    q, k, v (..., N, head_dim); bias (heads, N, N) with the Triton kernels, (..., N, N) without.
-    """
+    """Attention as PyTorch's fused kernels do it: what they allocate and keep, and one operator. q, k, v (..., N, head_dim); bias
+    (..., N, N)."""
 
     @staticmethod
-    def forward(ctx: Any, trace: Trace, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kernels: bool) -> Tensor:
+    def forward(ctx: Any, trace: Trace, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         with trace.recording(False):
             *batch, heads, tokens, _ = q.shape
             # The heads of a token are side by side, so that merging them needs no copy.
             out = q.new_empty(*batch, tokens, heads, v.shape[-1]).transpose(-3, -2)
             ctx.save_for_backward(q, k, v, bias, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
-        ctx.trace, ctx.kernels = trace, kernels
+        ctx.trace = trace
         trace.attention(2, (q, k, v), [tensor for tensor in (q, k, v, bias) if tensor is not None], [out])
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, out, log_sums = ctx.saved_tensors
+        q, k, v, bias, out, _ = ctx.saved_tensors
         learned = bias is not None and ctx.needs_input_grad[4]
         with ctx.trace.recording(False):
             gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
-            if learned and ctx.kernels:
-                sums = q.new_empty(min(_GROUPS, len(q)), *bias.shape, dtype=bias.dtype)
-                torch.empty_like(log_sums)
-                gradients.append(sums.sum(0))
-            elif learned:
+            if learned:
                 gradients.append(q.new_empty(bias.shape))
         read = [tensor for tensor in (q, k, v, out, bias, grad) if tensor is not None]
         ctx.trace.attention(5, (q, k, v), read, gradients, kernels=2 + learned)
-        return None, *gradients, *([] if learned else [None]), None
+        return None, *gradients, *([] if learned else [None])
+
+
+class _Packed(torch.autograd.Function):
+    """The same of :mod:`pipeline.kernels.fused`: qkv (B, N, 3, heads, width), log Φp (heads, N, N)."""
+
+    @staticmethod
+    def forward(ctx: Any, trace: Trace, qkv: Tensor, log_phi: Tensor) -> Tensor:
+        batch, tokens, _, heads, width = qkv.shape
+        with trace.recording(False):
+            out = qkv.new_empty(batch, tokens, heads, width)
+            ctx.save_for_backward(qkv, log_phi, out, qkv.new_empty(batch, heads, tokens, dtype=torch.float32))
+        ctx.trace = trace
+        trace.attention(2, _heads_of(qkv), [qkv, log_phi], [out])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, log_phi, out, log_sums = ctx.saved_tensors
+        learned = ctx.needs_input_grad[2]
+        with ctx.trace.recording(False):
+            gradients = [torch.empty_like(qkv)]
+            torch.empty_like(log_sums)
+            if learned:
+                gradients.append(qkv.new_empty(min(_GROUPS, len(qkv)), *log_phi.shape, dtype=log_phi.dtype).sum(0))
+        ctx.trace.attention(5, _heads_of(qkv), [qkv, out, log_phi, grad], gradients, kernels=2 + learned)
+        return None, *gradients, *([] if learned else [None])
+
+
+def _heads_of(qkv: Tensor) -> tuple[Tensor, ...]:
+    """(B, N, 3, heads, width) -> q, k and v (B, heads, N, width)."""
+    return tuple(part.transpose(1, 2) for part in qkv.unbind(2))
 
 
 def _chunks_of(trace: Trace) -> Any:
@@ -175,7 +211,7 @@ class EngineMemory:
     """What the engine of a ZeRO stage holds, and allocates at each moment of a step.
 
     ===== ====================================================================================================================
-    0     all of the parameters, gradients and optimizer state on every rank
+    0     all of the parameters, gradients and optimizer state on every rank; gradients are collected in flat ones, a part at a time
     1, 2  a shard of the optimizer's state, of the weights that it updates and, once reduced, of the gradients: of every
           micro-batch with 2, of the step with 1
     3     a shard of everything; a model of less than 1e9 parameters keeps what it has gathered until its backward pass is done
@@ -203,9 +239,11 @@ class EngineMemory:
         if self._stage == 3:
             held = {PARAMETERS: self.weights, GRADIENTS: sum(self._shards), BUCKETS: REDUCE_BUCKET}
             self._held += [self._new(size, label) for label, size in held.items()]
+        if self._stage == 0:
+            self._held.append(self._new(self.elements, GRADIENTS))
         self._filled = 0  # elements of the bucket
         self._buffers: list[Tensor] = []
-        self._large: list[Tensor] = []  # gradients that are not copied into a buffer
+        self._large: list[Tensor] = []  # gradients that are not copied into a buffer; without ZeRO, parameters with gradients
         self._partition: Tensor | None = None  # gradients of this rank's parameters, of this micro-batch
         self._sums: Tensor | None = None  # of the micro-batches before
         for parameter in self.parameters:
@@ -213,7 +251,9 @@ class EngineMemory:
 
     def accumulate(self) -> None:
         """A step's other micro-batches are done: what they leave. With ZeRO 3, nothing: its shard is there from the beginning."""
-        if self._stage < 2:
+        if self._stage == 0:
+            self._held.append(self._new(self.elements / PARTS, GRADIENTS))  # a part's gradients, to be added
+        if self._stage == 1:
             with self._trace.labelled(GRADIENTS):
                 for parameter in self.parameters:
                     parameter.grad = torch.empty_like(parameter)
@@ -235,6 +275,10 @@ class EngineMemory:
         self._trace.relabel(parameter.grad, GRADIENTS)
         self._trace.keep(parameter.grad)
         if not self._stage:
+            self._large.append(parameter)
+            self._filled += parameter.numel()
+            if self._filled >= self.elements / PARTS:
+                self._collect()
             return
         self._allocate_buffers()
         if self._filled + parameter.numel() > REDUCE_BUCKET:
@@ -248,10 +292,7 @@ class EngineMemory:
 
     def after_backward(self) -> None:
         """The backward pass of the step's last micro-batch is over."""
-        if self._stage:
-            self._reduce()
-        elif self._layout.world_size > 1:  # all gradients in one tensor
-            self._new(self.elements, BUCKETS)
+        (self._reduce if self._stage else self._collect)()
         self._buffers = []
         self._sums = self._sums if self._sums is not None else self._partition
         self._partition = None
@@ -274,6 +315,11 @@ class EngineMemory:
     def _allocate_buffers(self) -> None:
         if self._stage < 3 and not self._buffers:
             self._buffers = [self._new(REDUCE_BUCKET, BUCKETS) for _ in range(2)]
+
+    def _collect(self) -> None:
+        for parameter in self._large:
+            parameter.grad = None
+        self._large, self._filled = [], 0
 
     def _reduce(self) -> None:
         if self._filled:

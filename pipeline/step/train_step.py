@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pipeline.loader.loader import Batch
 from pipeline.metrics import record
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.averages import StepStatistics, WeightAverage
-from pipeline.optim.engine import Engine, micro_batches, optimizer_step, set_learning_rate
+from pipeline.optim.engine import Engine, micro_batches, optimizer_step, prepare, set_learning_rate, was_taken
 from pipeline.step.loss import Objective
 from pipeline.stream.philox import Stream, random_words, uniforms
 
@@ -37,6 +36,26 @@ class TrainState:
     objective: Objective
 
 
+class Answer:
+    """Yes or no, which a GPU may know only later.
+
+    Attributes:
+        late: whether to ask now would wait for the GPU.
+    """
+
+    def __init__(self, value: Tensor | bool) -> None:
+        self._value, self._done = value, None
+        self.late = isinstance(value, Tensor) and value.is_cuda
+        if isinstance(value, Tensor) and self.late:
+            self._value = value.to("cpu", non_blocking=True)  # into pinned memory
+            self._done = torch.cuda.current_stream(value.device).record_event()
+
+    def __bool__(self) -> bool:
+        if self._done and not self._done.query():
+            self._done.synchronize()
+        return bool(self._value)
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step has found."""
@@ -45,11 +64,7 @@ class StepResult:
     losses: list[Tensor]  # of the same, () each
     batch: Batch  # the last micro-batch
     grad_norm: float | Tensor  # over all ranks, before clipping; not finite if the step was skipped
-
-    @property
-    def taken(self) -> bool:
-        """Whether the step changed weights and statistics, the same on all ranks."""
-        return math.isfinite(self.grad_norm)
+    taken: Answer  # whether the step changed weights and statistics, the same on all ranks
 
     @property
     def loss(self) -> Tensor:
@@ -63,6 +78,7 @@ def train_step(
     lr: float,
     seed: int,
     before_forward: Callable[[Batch, Tensor | None], None] | None = None,
+    before_update: Callable[[], None] | None = None,
     count: int | None = None,
 ) -> StepResult:
     """Take one optimizer step; a gradient that is not finite changes nothing, on any rank. Collective.
@@ -71,9 +87,10 @@ def train_step(
         state: with its engine in training mode.
         seed: of the run, for :func:`sample_noise`.
         before_forward: called with each micro-batch and its noise.
+        before_update: called when all passes are under way, before anything of the step is decided.
         count: end the step after so many micro-batches; None: after those of the config.
     """
-    engine, grad_norm = state.engine, None
+    engine = state.engine
     requests, losses = [], []
     set_learning_rate(engine, lr)
     state.batchnorm.begin()
@@ -83,21 +100,27 @@ def train_step(
         record("data_wait", time.perf_counter() - asked, reduce="slowest")
         record("replaced", batch.replaced, reduce="sum")
         noise = sample_noise(engine.module, batch, seed)
+        prepare(engine, batch.images, noise)
         if before_forward:
             before_forward(batch, noise)
         state.batchnorm.micro_batch(number)
         loss = forward_backward(engine, engine.backward, batch, noise, state.objective)
-        grad_norm = optimizer_step(engine)
         requests.append(batch.request)
         losses.append(loss)
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+    if before_update:
+        before_update()
+    grad_norm = optimizer_step(engine)
     assert grad_norm is not None  # the last micro-batch completes the step
-    result = StepResult(requests, losses, batch, grad_norm)
+    taken = was_taken(grad_norm)
+    result = StepResult(requests, losses, batch, grad_norm, Answer(taken))
     record("loss", result.loss)
     record("lr", lr, reduce="max")
     record("grad_norm", grad_norm, reduce="max")
-    state.batchnorm.end(result.taken)
-    if state.ema and result.taken:
-        state.ema.update()
+    state.batchnorm.end(taken)
+    if state.ema:
+        state.ema.update(taken)
     return result
 
 

@@ -1,6 +1,6 @@
 """Settle what a config leaves open, once for a start; build the parts of a run: the model in its engine, its teacher, the loader.
 
-Precision, decoding, compiling and the size of a micro-batch are chosen here: what a start builds, logs and records comes from the
+Precision, ZeRO stage, decoding, compiling and the size of a micro-batch are chosen here: what a start builds, logs and records comes from the
 :class:`Settled` that it gets.
 """
 
@@ -33,7 +33,8 @@ from pipeline.models import flops, load_pretrained, model_of
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.averages import StepStatistics, WeightAverage
 from pipeline.optim.build import describe, parameter_groups
-from pipeline.optim.engine import build_engine, zero_stage
+from pipeline.optim.engine import build_engine, choose_zero_stage
+from pipeline.planning.memory import trained_parameters
 from pipeline.shards.mixed_set import MixedSet
 from pipeline.shards.shard_set import ShardSet
 from pipeline.step.loss import Objective, label_loss
@@ -47,13 +48,14 @@ from pipeline.training.micro_batch import choose_micro_batch
 class Settled:
     """A start's config with nothing left open, and the reasons."""
 
-    config: Config  # as the run records it: train.precision and train.micro_batch_size are settled
+    config: Config  # as the run records it: train.precision, train.micro_batch_size and train.zero_stage are settled
     precision: Precision
     micro_batch_reason: str | None  # None: the config states the size
     decode: str  # "gpu", "cpu", or "auto": measured in the first batches
     form: str  # in which a GPU decodes: "regions" or "whole" images
     compile: str  # "off", "blocks", "model" or "graphs"
     zero_stage: int  # that the engine takes; 0 for one process
+    zero_stage_reason: str  # why not that of the config; else empty
     accumulation: int  # micro-batches of a rank per optimizer step
 
 
@@ -71,12 +73,17 @@ def settle(config: Config, before: RunState | None, shards: ShardSet | MixedSet,
     precision = choose_precision(config.train.precision, recorded["train"].get("precision"), world)
     decode = choose_decoding(config.data.decode, recorded["data"].get("decode"), world, config.train.deterministic)
     decode, form = usable_decoding(decode, shards, world)
+    memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else None
+    memory = min((found for found in world.gather(memory) if found), default=None)
+    stage, why = choose_zero_stage(config, world.size, trained_parameters(config), memory)
     config = config.with_values({"train.precision": precision.name})
+    if config.train.zero_stage == AUTO:
+        config = config.with_values({"train.zero_stage": stage})
     size, reason = choose_micro_batch(config, recorded["train"].get("micro_batch_size"), world)
     config = config.with_values({"train.micro_batch_size": size})
-    compilation, stage = choose_compilation(config.train, world), zero_stage(config, world.size)
+    compilation = choose_compilation(config.train, world)
     accumulation = accumulation_steps(config.train, world.size, config.augment.unit)
-    return Settled(config, precision, reason, decode, form, compilation, stage, accumulation)
+    return Settled(config, precision, reason, decode, form, compilation, stage, why, accumulation)
 
 
 def check_alone(config: Config, world: World) -> None:
@@ -161,9 +168,9 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
 
 
 def build(
-    config: Config, world: World, classes: list[str], verified: Verified | None
+    settled: Settled, world: World, classes: list[str], verified: Verified | None
 ) -> tuple[TrainState, flops.FlopRow, Tensor | None]:
-    """Build the model of a settled config in its engine, with first weights or those of the checkpoint. Collective.
+    """Build the model of a start's config in its engine, with first weights or those of the checkpoint. Collective.
 
     Returns:
         What is trained; the model's cost; and on rank 0 of a new run its peripheral attention before the first step.
@@ -171,7 +178,7 @@ def build(
     Raises:
         UserError: weights or a teacher cannot be read or do not fit.
     """
-    fresh = verified is None
+    config, fresh = settled.config, verified is None
     say_once(world, f"building {config.model.name}")
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
     counted = world.from_main(asdict(flops.count(*count)) if world.is_main else None)  # before ZeRO-3 patches F.linear
@@ -184,10 +191,11 @@ def build(
     if config.train.teacher:  # a run that was begun keeps its teacher
         say_once(world, f"loading the teacher: {describe_teacher(config.train)}")
         teacher = load_teacher(config, world.device, classes if fresh else None)
-    stage, asked = zero_stage(config, world.size), config.train.zero_stage
-    alone = f" (train.zero_stage {asked} has nothing to share out on one process)" if stage != asked else ""
+    why = f" ({settled.zero_stage_reason})" if settled.zero_stage_reason else ""
+    owner = "DeepSpeed's" if settled.zero_stage else "the"
     say_once(
-        world, f"building the optimizer, {describe(model, config.optim)}, and DeepSpeed's engine, ZeRO stage {stage}{alone}"
+        world,
+        f"building the optimizer, {describe(model, config.optim)}, and {owner} engine, ZeRO stage {settled.zero_stage}{why}",
     )
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None

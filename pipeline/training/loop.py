@@ -21,7 +21,7 @@ from pipeline.inference.evaluation import evaluate
 from pipeline.loader.loader import Batch
 from pipeline.logs import pictures, tensorboard
 from pipeline.logs.console import say_once, stage
-from pipeline.metrics import record, recording
+from pipeline.metrics import Metric, recording
 from pipeline.optim.build import learning_rate
 from pipeline.step.precision import make_deterministic, refusals_explained
 from pipeline.step.train_step import train_step
@@ -107,7 +107,7 @@ def train_to_the_end(run: Run) -> bool:
 
 
 def training_step(run: Run) -> Batch:
-    """Take one optimizer step and log it; returns its last micro-batch."""
+    """Take one optimizer step; returns its last micro-batch. It is settled when the next step is under way, if a GPU takes it."""
     schedule, step = run.schedule, run.step + 1  # the step's number once it is taken
     lr = learning_rate(run.step, schedule.steps_per_epoch, schedule.epochs, schedule.global_batch_size, run.config.optim)
 
@@ -125,17 +125,26 @@ def training_step(run: Run) -> Batch:
         run.heartbeat.at(step, "training")
 
     with recording() as metrics:
-        result = train_step(run.train_state, next_batch, lr, run.config.seed, before_forward)
-        if not result.taken:
-            skip_or_stop(run, step, result)
-        record("skipped_steps", run.skipped_steps, reduce="max")
-    run.step = step
+        result = train_step(run.train_state, next_batch, lr, run.config.seed, before_forward, lambda: settle_step(run))
+    run.step, run.unsettled = step, (step, result, metrics)
+    if not result.taken.late or step == run.first_step + 1:
+        settle_step(run)
+    return result.batch
+
+
+def settle_step(run: Run) -> None:
+    """Find out whether the last step was taken, and log it: before the weights change again. Collective."""
+    if run.unsettled is None:
+        return
+    (step, result, metrics), run.unsettled = run.unsettled, None
+    if not result.taken:
+        skip_or_stop(run, step, result)
+    metrics["skipped_steps"] = Metric("max", [run.skipped_steps])
     run.log.step(step, metrics, run.loader.bad.take_unreported())
     if run.samples and result.taken:
         for request in result.requests:
             run.samples.add(request)
         run.samples.write(step)
-    return result.batch
 
 
 def complete_step(run: Run, stopping: bool) -> bool:
@@ -146,6 +155,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
     every, improved = run.config.checkpoint.every_steps, False
     made_up_for = run.evaluation_due and run.step == run.first_step
     if run.evaluation_due and not stopping:
+        settle_step(run)
         run.heartbeat.at(run.step, "evaluating")
         run.log.flush()
         began = time.perf_counter()
@@ -164,6 +174,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
         "checkpoint.every_steps": every is not None and run.step % every == 0,
     }
     if any(reasons.values()):
+        settle_step(run)
         run.heartbeat.at(run.step, "saving")
         run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
         began = time.perf_counter()

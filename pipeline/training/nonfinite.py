@@ -20,7 +20,7 @@ _SHOWN = 8  # losses in a message; the report has all
 
 
 def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
-    """Count a step that was skipped, or stop, with the run in the state before the step. Collective.
+    """Count a step that was skipped, or stop, with the run in the state before the step: none has changed the weights since. Collective.
 
     Raises:
         UserError: more than ``train.max_skipped_steps``. ``nonfinite/step-...`` in the run folder is then a run folder
@@ -36,6 +36,8 @@ def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
             f"{allowed} that train.max_skipped_steps allows"
         )
         return
+    run.step = step - 1
+    run.train_state.batchnorm.restore()  # the next step's passes may have begun
     sentence = (
         f"at step {step} the gradient is not finite (losses of its micro-batches: {shown}), and train.max_skipped_steps is "
         f"{allowed}: lower optim.lr, raise optim.warmup_epochs, set optim.clip_grad_norm or raise train.max_skipped_steps"

@@ -149,7 +149,7 @@ class Start:
         say_once(self.world, f"data: {data.description()}")
         say_once(self.world, f"resuming {self.folder} from step {before.step}" if before else f"a new run: {self.folder}")
         settled = settle(self.config, before, data.train_set, self.world)
-        return PreparedRun(settled, data, before, *build(settled.config, self.world, data.train_set.classes, verified))
+        return PreparedRun(settled, data, before, *build(settled, self.world, data.train_set.classes, verified))
 
 
 def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Heartbeat, lock: RunLock | None) -> Run:
@@ -187,6 +187,7 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
         profiler=StepProfiler(folder, config.log.profile_steps, world, step, last_step),
         first_step=step,
+        unsettled=None,
         step=step,
         skipped_steps=before.skipped_steps if before else 0,
         best=before.best if before else None,

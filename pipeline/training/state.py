@@ -23,10 +23,11 @@ from pipeline.logs.profiling import StepProfiler
 from pipeline.logs.run_files import RunEvents
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
+from pipeline.metrics import Metric
 from pipeline.runs.state import is_complete
 from pipeline.shards.mixed_set import MixedSet
 from pipeline.shards.shard_set import ShardSet
-from pipeline.step.train_step import TrainState
+from pipeline.step.train_step import StepResult, TrainState
 from pipeline.stores.store import StoreAway, StoreFails
 from pipeline.stream.schedule import Schedule
 from pipeline.training.compiling import Compilation
@@ -58,6 +59,7 @@ class Run:
     profiler: StepProfiler
 
     first_step: int  # done before this start
+    unsettled: tuple[int, StepResult, dict[str, Metric]] | None  # a step, of which is not known yet whether it was taken
 
     step: int  # done
     skipped_steps: int

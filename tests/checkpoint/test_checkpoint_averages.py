@@ -16,7 +16,9 @@ from pipeline.checkpoint.parts import read_headers
 from pipeline.checkpoint.rank_slices import optimizer_state, saved_tensors
 from pipeline.checkpoint.weights import read_weights
 from pipeline.cluster.world import World
+from pipeline.config import config_from_dict
 from pipeline.optim.averages import WeightAverage
+from pipeline.optim.plain_engine import PlainEngine
 from support.checkpoints import save
 
 
@@ -28,29 +30,24 @@ def alone() -> Iterator[World]:
     dist.destroy_process_group()
 
 
-class PlainEngine:
-    """An engine of one process, as ZeRO 0 has it."""
-
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-        names, parameters = zip(*self.module.named_parameters())
-        self.optimizer = torch.optim.AdamW([{"params": parameters, "names": names}])
-
-    def zero_optimization_stage(self) -> int:
-        return 0
-
-    def empty_partition_cache(self) -> None: ...
+def plain_engine(world: World, seed: int) -> PlainEngine:
+    """An engine of one process."""
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    names, parameters = zip(*module.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": parameters, "names": names}], fused=True)
+    config = config_from_dict({"train": {"micro_batch_size": 8, "global_batch_size": 8, "precision": "fp32"}}, "the test")
+    return PlainEngine(module, optimizer, True, config, world)
 
 
-def trained() -> tuple[PlainEngine, WeightAverage]:
+def trained(world: World) -> tuple[PlainEngine, WeightAverage]:
     """A model after three steps, and its averages."""
-    engine = PlainEngine(seed=0)
+    engine = plain_engine(world, seed=0)
     average = WeightAverage(engine, 0.9)  # type: ignore[arg-type]
     for _ in range(3):
-        engine.module(torch.randn(8, 3, 2, 2) + 3).square().mean().backward()
-        engine.optimizer.step()
-        average.update()
+        engine.backward(engine(torch.randn(8, 3, 2, 2) + 3).square().mean())
+        engine.update()
+        average.update(taken=True)
     return engine, average
 
 
@@ -65,14 +62,14 @@ def saved(folder: Path, tensors: dict[str, Tensor], engine: PlainEngine) -> Veri
 def test_averaged_statistics_return_from_a_checkpoint(averaged: bool, alone: World, tmp_path: Path) -> None:
     """Guards against averaged weights that go on, or are evaluated, with other statistics than those averaged with them. Where the
     checkpoint has no averages they begin with the weights and statistics."""
-    engine, average = trained()
+    engine, average = trained(alone)
     tensors = saved_tensors(engine, average, alone)  # type: ignore[arg-type]
     own = {name: value.clone() for name, value in average.models_buffers().items()}
     if not averaged:
         tensors = {key: value for key, value in tensors.items() if not key.startswith("ema")}
     verified = saved(step_folder(tmp_path, 4), tensors, engine)
 
-    other = PlainEngine(seed=1)
+    other = plain_engine(alone, seed=1)
     found = WeightAverage(other, 0.9)  # type: ignore[arg-type]
     load(other, verified, found, alone)  # type: ignore[arg-type]
     plain = {name: parameter.detach() for name, parameter in engine.module.named_parameters()}
@@ -82,9 +79,9 @@ def test_averaged_statistics_return_from_a_checkpoint(averaged: bool, alone: Wor
     assert expected.keys() == found.buffers.keys() == {"1.running_mean", "1.running_var"}
     assert all(torch.equal(found.buffers[name], value) for name, value in expected.items())
     assert not torch.equal(own["1.running_mean"], average.buffers["1.running_mean"])
-    for parameter, saved_one in zip(other.module.parameters(), engine.module.parameters()):
-        kept, found_state = (which.optimizer.state[p] for which, p in ((engine, saved_one), (other, parameter)))
-        assert kept.keys() == found_state.keys() and all(torch.equal(found_state[key], kept[key]) for key in kept)
+    kept, found_state = (which.optimizer.state[which.optimizer.param_groups[0]["params"][0]] for which in (engine, other))
+    assert kept.keys() == found_state.keys() == {"step", "exp_avg", "exp_avg_sq"} and kept["step"] == 3
+    assert all(torch.equal(found_state[key], kept[key]) for key in kept)
 
     weights = read_weights(tmp_path)
     assert all(torch.equal(weights.model[name], value) for name, value in own.items())

@@ -15,6 +15,7 @@ from pipeline.errors import USER_ERROR
 from pipeline.shards.shard_set import ShardSet
 from support.ranks import Job, train
 from support.runs import step_rows
+from support.small_run import SMALL_MODEL
 
 pytestmark = pytest.mark.multiprocess
 
@@ -68,6 +69,34 @@ def test_skipped_then_stopped_and_repeated(
     assert again.wait() == [USER_ERROR] * world_size, again.outputs()
     losses = re.compile(r"at step \d+ the gradient is not finite \(losses of its micro-batches: [^)]*\)")
     assert losses.search(error_of(again))[0] == losses.search(sentence)[0]
+
+
+def test_a_step_that_is_settled_late_ends_the_run_alike(small_run: Path, tmp_path: Path) -> None:
+    """Guards against another record where a GPU tells only in the next step that this one was not taken: other weights or
+    BatchNorm statistics than those before it, other samples, another count or sentence. No save settles a step at once here."""
+    options = (*OPTIONS, "train.zero_stage=0", "log.samples=true", "checkpoint.every_steps=1000")
+    found = []
+    for program in ("pipeline.train", "support.late_answers"):
+        run = tmp_path / program
+        job = Job(2, "--config", small_run, f"output_dir={run}", *SMALL_MODEL, *options, module=program)
+        assert job.wait() == [USER_ERROR] * 2, job.outputs()
+        (dump,) = (run / "nonfinite").iterdir()
+        (step,) = saved_steps(dump)
+        weights = read_weights(dump, step)
+        rows = [[row[key] for key in ("step", "loss", "grad_norm", "skipped_steps")] for row in step_rows(run)]
+        samples = [[json.loads(line)[key] for key in ("step", "sample")] for line in _samples(run)]
+        report = json.loads((dump / "report.json").read_text())
+        state = (weights.state.step, weights.state.samples, weights.state.skipped_steps)
+        found.append((error_of(job).replace(str(run), "RUN"), dump.name, step, rows, samples, report, state, weights))
+    assert found[0][:-1] == found[1][:-1]
+    assert f"train.max_skipped_steps is {SKIPPED}" in found[0][0] and found[0][6][0] == found[0][2] == found[0][5]["step"] - 1
+    for kind in ("model", "ema"):
+        at_once, late = (weights.choose(kind) for *_, weights in found)
+        assert at_once.keys() == late.keys() and all(torch.equal(value, late[name]) for name, value in at_once.items())
+
+
+def _samples(run: Path) -> list[str]:
+    return (run / "samples" / "rank-00000.jsonl").read_text().splitlines()
 
 
 def error_of(job: Job) -> str:

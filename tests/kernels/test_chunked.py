@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeline.kernels import chunked
 from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
 from pipeline.kernels.peripheral import biased_attention
-from pipeline.models.common.vit import merge_heads, packed_attention, split_heads
+from pipeline.models.common.vit import merge_heads, merged_attention, split_heads
 
 
 def arguments(images: int, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -57,16 +57,16 @@ def test_taken_where_no_kernel_of_pytorch_fits() -> None:
     assert not suits_chunks(qkv, bias.detach()) and not suits_chunks(qkv, None)
     with torch.no_grad():
         assert not suits_chunks(qkv, bias)
-        expected = packed_attention(qkv, 2, bias)
-    torch.testing.assert_close(packed_attention(qkv, 2, bias), expected)
+        expected = merged_attention(qkv, 2, bias)
+    torch.testing.assert_close(merged_attention(qkv, 2, bias), expected)
 
 
 def test_under_autocast_scores_are_as_exact_as_before() -> None:
     """Guards against scores rounded to bf16: a difference of 0.05 at a score of 20 is 5 % of a weight."""
     qkv, bias = arguments(2, 32, 2, 16, torch.float32)
-    exact = packed_attention(3 * qkv, 2, bias).detach()
+    exact = merged_attention(3 * qkv, 2, bias).detach()
     with torch.autocast("cpu", torch.bfloat16):
-        rounded = packed_attention((3 * qkv).bfloat16(), 2, bias)
+        rounded = merged_attention((3 * qkv).bfloat16(), 2, bias)
     assert rounded.dtype == torch.bfloat16
-    rounded_inputs = packed_attention((3 * qkv).bfloat16().float(), 2, bias).detach()
+    rounded_inputs = merged_attention((3 * qkv).bfloat16().float(), 2, bias).detach()
     assert (rounded.float() - rounded_inputs).abs().max() < 0.01 * exact.abs().max()

