@@ -2,7 +2,7 @@
 
     python benchmarks/scale_arithmetic.py [--images-per-second 1000]
 
-Everything is a product of the figures below; each has its source. `python -m pipeline.plan` gives those of your own config and data.
+Everything is a product of the figures below; each has its source. `pervit plan` gives those of your own config and data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Make the papers' figures of what a model has learned: attention maps, where heads look, how much position and content count.
 
-    python -m pipeline.analyze runs/pervit_t --data data/imagenet --output analysis/pervit_t
-    python -m pipeline.analyze deit_s --data folder/of/images --images 100 --only attention_distance --output analysis/deit_s
+    pervit analyze runs/pervit_t --data data/imagenet --output analysis/pervit_t
+    pervit analyze deit_s --data folder/of/images --images 100 --only attention_distance --output analysis/deit_s
 
 Writes index.html, a page with all figures; the figures as PNG and SVG; and analysis.json with the numbers. Without --data,
 only the figures of the weights are made. A model's name stands for fresh weights.

@@ -126,7 +126,7 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
     except UserError as error:
         _fail(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        after = "continues from what is saved" if resumes else "starts from the beginning"
+        after = "continues from what was saved, if anything was" if resumes else "starts from the beginning"
         _fail(f"stopped; the same command {after}", 130)
     except ModuleNotFoundError as error:
         if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):

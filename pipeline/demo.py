@@ -1,8 +1,8 @@
 """Train on handwritten digits: from JPEG files to a trained, evaluated PerViT-T on this machine, in a few minutes.
 
-    python -m pipeline.demo
-    python -m pipeline.demo --steps 5
-    CUDA_VISIBLE_DEVICES= python -m pipeline.demo train.epochs=2
+    pervit demo
+    pervit demo --steps 5
+    CUDA_VISIBLE_DEVICES= pervit demo train.epochs=2
 
 The last two are a short run to see that everything works, and one on the CPU of a machine with GPUs. Each step is a command of a real
 run. Writes demo/ and runs/demo/ in the current folder; a second call skips what is done.

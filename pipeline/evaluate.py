@@ -1,8 +1,8 @@
 """Evaluate a trained model: every image counts once, for any number of processes and any batch size.
 
-    python -m pipeline.evaluate --checkpoint runs/pervit_t --data data/imagenet --json result.json
-    python -m pipeline.evaluate --checkpoint pervit_t.safetensors --data folder/of/images --batch-size 64
-    python -m pipeline.evaluate --checkpoint runs/pervit_t --data data/imagenet --predictions predictions.parquet
+    pervit evaluate --checkpoint runs/pervit_t --data data/imagenet --json result.json
+    pervit evaluate --checkpoint pervit_t.safetensors --data folder/of/images --batch-size 64
+    pervit evaluate --checkpoint runs/pervit_t --data data/imagenet --predictions predictions.parquet
 
 If the run kept an average of its weights (train.ema_decay), the average is evaluated unless --weights says otherwise.
 """

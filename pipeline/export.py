@@ -1,9 +1,9 @@
 """Export a trained model for other programs: with a model card and a checksum.
 
-    python -m pipeline.export runs/pervit_t --format onnx --output pervit_t.onnx
-    python -m pipeline.export pervit_t.safetensors --format torch-export --output pervit_t.pt2
-    python -m pipeline.export runs/pervit_t --format timm --output pervit_t_timm --push-to-hub pervit_t
-    python -m pipeline.export --verify pervit_t.onnx
+    pervit export runs/pervit_t --format onnx --output pervit_t.onnx
+    pervit export pervit_t.safetensors --format torch-export --output pervit_t.pt2
+    pervit export runs/pervit_t --format timm --output pervit_t_timm --push-to-hub pervit_t
+    pervit export --verify pervit_t.onnx
 
 An export is read back and its scores are compared with the model's before it appears under its name. If --output has the format's
 ending, it is a file, with FILE.md, the model card, and FILE.sha256 beside it; otherwise it is a folder with all of it. If the run

@@ -1,9 +1,9 @@
 """Count parameters and multiply-accumulates of models: GMACs, counted by fvcore, beside the papers' figures.
 
-  python -m pipeline.flops pervit_t pervit_s pervit_m
-  python -m pipeline.flops deit_s --image-size 384 --json FILE
-  python -m pipeline.flops deit_t --switch relative_position=true
-  python -m pipeline.flops timm:swin_tiny_patch4_window7_224
+  pervit flops pervit_t pervit_s pervit_m
+  pervit flops deit_s --image-size 384 --json FILE
+  pervit flops deit_t --switch relative_position=true
+  pervit flops timm:swin_tiny_patch4_window7_224
 
 GMACs are those of one image: "modules" as the papers count, "+ attention" in full, "Φp" once per forward pass.
 """

@@ -1,7 +1,7 @@
 """Estimate what a run will take before it is submitted: memory per GPU, and what to change if it does not fit; time, cost and storage.
 
-  python -m pipeline.plan --config pervit_m --nodes 2 --gpus-per-node 8 --gpu a100-80g --micro-batch 64
-  python -m pipeline.plan --config pervit_t train.zero_stage=2 --nodes 1 --gpus-per-node 4 --data SHARD_DIR --json FILE
+  pervit plan --config pervit_m --nodes 2 --gpus-per-node 8 --gpu a100-80g --micro-batch 64
+  pervit plan --config pervit_t train.zero_stage=2 --nodes 1 --gpus-per-node 4 --data SHARD_DIR --json FILE
 
 Nothing large is built: the model's step is traced with tensors that have shapes and no values, so a laptop without a GPU will do.
 """

@@ -1,10 +1,10 @@
 """Predict the classes of images with a trained model.
 
-    python -m pipeline.predict runs/pervit_t cat.jpg holiday/ "archive/*.png"
-    python -m pipeline.predict pervit_t.safetensors photos.zip shards/ --output predictions.csv
-    find / -name "*.jpg" | python -m pipeline.predict runs/pervit_t - --output predictions.parquet
-    python -m pipeline.predict runs/pervit_t val/ --by-folder
-    python -m pipeline.predict runs/pervit_t photos/ --features --output features.npy
+    pervit predict runs/pervit_t cat.jpg holiday/ "archive/*.png"
+    pervit predict pervit_t.safetensors photos.zip shards/ --output predictions.csv
+    find / -name "*.jpg" | pervit predict runs/pervit_t - --output predictions.parquet
+    pervit predict runs/pervit_t val/ --by-folder
+    pervit predict runs/pervit_t photos/ --features --output features.npy
 
 IMAGES are files, folders (searched at any depth), patterns, .tar and .zip files, shard sets, @FILE for a list with a name a line, or -
 for one on standard input. They are prepared as in an evaluation. An image that cannot be used is a row with the reason; the exit code is then 1.

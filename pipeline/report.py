@@ -1,16 +1,16 @@
 """Write a page about a run: its result, curves, speed and story, what it confuses, its config and checkpoints. Or compare several
 runs, or put a table of a paper beside our results.
 
-    python -m pipeline.report runs/pervit_t
-    python -m pipeline.report runs/pervit_t --data data/imagenet --output pervit_t.html
-    python -m pipeline.report runs/pervit_t runs/pervit_t_1 runs/deit_t --output comparison.html
-    python -m pipeline.report --table pervit_table1 runs --format latex --output table1.tex
+    pervit report runs/pervit_t
+    pervit report runs/pervit_t --data data/imagenet --output pervit_t.html
+    pervit report runs/pervit_t runs/pervit_t_1 runs/deit_t --output comparison.html
+    pervit report --table pervit_table1 runs --format latex --output table1.tex
 
 The page is one file that opens without a network. The run may still be training, and its folder may be incomplete: the page shows
 what is there and says what is missing. For the sections about mistakes and about the inside of the model, run first:
 
-    python -m pipeline.evaluate --checkpoint RUN --data DATA --predictions RUN/predictions.parquet
-    python -m pipeline.analyze RUN --data DATA --output RUN/analysis
+    pervit evaluate --checkpoint RUN --data DATA --predictions RUN/predictions.parquet
+    pervit analyze RUN --data DATA --output RUN/analysis
 
 With several runs, or a folder that holds some, the page compares them. --table list lists the papers' tables.
 """

@@ -1,8 +1,8 @@
 """Train a model, or resume a run that was stopped: the same command, on any number of processes.
 
-  python -m pipeline.train --config pervit_t data.path=SHARD_DIR output_dir=runs/pervit_t
+  pervit train --config pervit_t data.path=SHARD_DIR output_dir=runs/pervit_t
   bash launch/local.sh 8 -- pipeline.train --config pervit_t model.switches.conv_stem=false output_dir=runs/no_stem
-  python -m pipeline.train --config pervit_t data.path=SHARD_DIR --dry-run
+  pervit train --config pervit_t data.path=SHARD_DIR --dry-run
 
 The first runs one process, the second one per GPU of a machine with 8, the third checks whether a start would succeed. On a cluster: sbatch launch/train.slurm pervit_t
 The folder launch/ is in the repository, not in an installed package.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.command_line import run_command
 
-_KEYS = """python -m pipeline.config lists all keys with their defaults; python -m pipeline.models lists the models, and with a
+_KEYS = """pervit config lists all keys with their defaults; pervit models lists the models, and with a
 model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any process: all save what they have trained and exit with code 75."""
 
 

@@ -41,7 +41,7 @@ def shown_by(tmp_path: Path, script: str, function: str, *words: str) -> str:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_help_has_the_name_that_was_typed(name: str, tmp_path: Path) -> None:
-    """Guards against `pervit train --help` that speaks of `python -m pipeline.train`."""
+    """Guards against `pervit train --help` that speaks of `pervit train`."""
     module = MODULES[name]
     for typed, shown in {
         f"pervit {name}": shown_by(tmp_path, "pervit", PROJECT["scripts"]["pervit"], name),

@@ -34,7 +34,7 @@ def test_ctrl_c_promises_no_resumption_that_there_is_not(
 def test_ctrl_c_names_the_resumption_that_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run_command(_stop)
-    assert capsys.readouterr().err == "stopped; the same command continues from what is saved\n"
+    assert capsys.readouterr().err == "stopped; the same command continues from what was saved, if anything was\n"
 
 
 def test_all_commands_on_one_screen() -> None:

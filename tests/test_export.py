@@ -1,4 +1,4 @@
-"""``python -m pipeline.export``: a trained model in files for other programs, with a card that is true."""
+"""``pervit export``: a trained model in files for other programs, with a card that is true."""
 
 from __future__ import annotations
 

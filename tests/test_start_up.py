@@ -66,7 +66,7 @@ def test_a_mistake_in_the_config_and_the_first_line_come_before_the_heavy_import
 
 
 def test_output_that_nobody_reads_is_no_error() -> None:
-    """Guards against `python -m pipeline.config | head`, which once ended with a sentence about permissions and free space."""
+    """Guards against `pervit config | head`, which once ended with a sentence about permissions and free space."""
     command = [sys.executable, "-m", "pipeline.config"]
     read, write = os.pipe()
     os.close(read)

@@ -19,7 +19,7 @@ Side = Annotated[int, Field(ge=16, le=values.MAX_SIDE)]
 
 class ModelConfig(Section):
     name: Annotated[Text, Field(max_length=100)] = "posmlp_t"
-    """Backbone; `python -m pipeline.models` lists them."""
+    """Backbone; `pervit models` lists them."""
     switches: dict[str, Any] = {}
     """Switches of the backbone's family."""
     image_size: Side = 224

@@ -1,1 +1,1 @@
-"""Analyze what a model has learned: the measures and figures of the papers, from any checkpoint (``python -m pipeline.analyze``)."""
+"""Analyze what a model has learned: the measures and figures of the papers, from any checkpoint (``pervit analyze``)."""

@@ -1,8 +1,8 @@
 """Inspect, verify and export a run's checkpoints: also while the training is running.
 
-    python -m pipeline.checkpoint inspect runs/pervit_t
-    python -m pipeline.checkpoint verify runs/pervit_t/checkpoints/step-00001000
-    python -m pipeline.checkpoint export runs/pervit_t --step best --output pervit_t.safetensors
+    pervit checkpoint inspect runs/pervit_t
+    pervit checkpoint verify runs/pervit_t/checkpoints/step-00001000
+    pervit checkpoint export runs/pervit_t --step best --output pervit_t.safetensors
 
 RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. COMMAND --help lists the options and shows examples.
 """

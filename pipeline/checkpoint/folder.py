@@ -106,12 +106,13 @@ def is_path(source: str) -> bool:
     return Path(source).exists() or "/" in source or Path(source).suffix != ""
 
 
-def check_source(source: Path, step: int | str | None = None, key: str = "") -> None:
+def check_source(source: Path, step: int | str | None = None, key: str = "", otherwise: str = "") -> None:
     """Check, before PyTorch is loaded, that a trained model can be at a path: a run, one of its checkpoints, a file or timm's folder.
 
     Args:
         step: of a run, as for :func:`find_step`.
         key: what names the path, for messages, with a space at its end.
+        otherwise: what else the remedy of a path that does not exist names.
 
     Raises:
         UserError: there is nothing, or a folder that is none of these.
@@ -125,7 +126,7 @@ def check_source(source: Path, step: int | str | None = None, key: str = "") -> 
                 f"{key}{source} is the name of a model, not of a trained one: it has no weights",
                 "pass a run's output_dir, one of its checkpoints, or an exported file",
             )
-        raise UserError(f"{key}{source} does not exist", "pass a run folder or a file with weights")
+        raise UserError(f"{key}{source} does not exist", f"pass a run folder or a file with weights{otherwise}")
     find_checkpoint(source, step)
 
 

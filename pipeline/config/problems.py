@@ -159,7 +159,7 @@ def unknown_key(key: str, inside: object = None, root: type[Section] = Config) -
         *others, last = [repr(known) for known in near]
         remedy = f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"
     elif root is Config:
-        remedy = "remove it; `python -m pipeline.config` lists the keys."
+        remedy = "remove it; `pervit config` lists the keys."
     else:
         remedy = f"remove it; the keys are: {', '.join(flatten(root()))}."
     return f"unknown key {shown(key)}: {remedy}"

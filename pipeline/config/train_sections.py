@@ -54,7 +54,7 @@ PlainValues = Annotated[dict[str, Any], AfterValidator(_checked_plain)]
 
 class ModelConfig(Section):
     name: Annotated[Text, Field(max_length=100)] = "pervit_t"
-    """Model name; `python -m pipeline.models` lists them. `timm:NAME`: a classifier of timm."""
+    """Model name; `pervit models` lists them. `timm:NAME`: a classifier of timm."""
     image_size: Annotated[int, Field(ge=1, le=MAX_SIDE)] = 224
     """Side of the square input, in pixels."""
     num_classes: PositiveInt = 1000
@@ -62,7 +62,7 @@ class ModelConfig(Section):
     drop_path: Fraction = 0.0
     """Stochastic depth rate of the last block."""
     switches: PlainValues = {}
-    """Ablation switches of the model family, or arguments of timm's model; `python -m pipeline.models NAME` lists them."""
+    """Ablation switches of the model family, or arguments of timm's model; `pervit models NAME` lists them."""
 
 
 class TrainConfig(Section):

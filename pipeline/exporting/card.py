@@ -75,7 +75,7 @@ def _model_lines(subject: Subject) -> Facts:
 def _results(subject: Subject) -> str:
     rows = subject.training.results
     if not rows:
-        return "Not recorded for these weights. `python -m pipeline.evaluate` gives them with their counts."
+        return "Not recorded for these weights. `pervit evaluate` gives them with their counts."
     lines = ["| images | top-1 | right | top-5 | right | loss |", "|---|---|---|---|---|---|"]
     for row in rows:
         right = [f"{row[name]:,}" if isinstance(row.get(name), int) else "" for name in ("correct1", "correct5", "count")]

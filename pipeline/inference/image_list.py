@@ -66,7 +66,7 @@ def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> Iterator
         if is_remote(argument):
             raise UserError(
                 f"images must be on this machine, got the URL {parse_place(argument)}",
-                "copy them here; `python -m pipeline.evaluate --data URL --predictions FILE` reads a shard set in a store",
+                "copy them here; `pervit evaluate --data URL --predictions FILE` reads a shard set in a store",
             )
         images = iter(_files(lines) if argument == STDIN else _images_of(Path(argument), argument))
         first = next(images, None)

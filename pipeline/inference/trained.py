@@ -66,7 +66,7 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
     """Read a trained model.
 
     Args:
-        source: a run folder, one of its checkpoints, a file that ``python -m pipeline.export`` wrote, a folder in timm's layout,
+        source: a run folder, one of its checkpoints, a file that ``pervit export`` wrote, a folder in timm's layout,
             or a file with a state dict, such as the authors of a model have published.
         step: which checkpoint of the run, a number or ``best``; None: the newest.
         kind: ``model`` or ``ema``; None: as in :func:`pipeline.checkpoint.weights.read_weights`, or those of the file.

@@ -1,10 +1,10 @@
 """List the models, or the ablation switches of one: model.switches.NAME in a config.
 
-  python -m pipeline.models
-  python -m pipeline.models pervit_t
-  python -m pipeline.models timm:swin_tiny_patch4_window7_224
+  pervit models
+  pervit models pervit_t
+  pervit models timm:swin_tiny_patch4_window7_224
 
-Multiply-accumulates: python -m pipeline.flops MODEL [--switch NAME=VALUE].
+Multiply-accumulates: pervit flops MODEL [--switch NAME=VALUE].
 """
 
 from __future__ import annotations

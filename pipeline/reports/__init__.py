@@ -1,1 +1,1 @@
-"""Make pages about runs from what lies in their folders, which :mod:`pipeline.runs` reads; ``python -m pipeline.report`` is the command."""
+"""Make pages about runs from what lies in their folders, which :mod:`pipeline.runs` reads; ``pervit report`` is the command."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.errors import counted
 from pipeline.logs.console import duration
 from pipeline.page import COLOURS, Figure, Html, figure, html, join
 from pipeline.runs.folder import RunFolder, Start
@@ -214,9 +215,9 @@ def _evaluated(run: RunFolder, name: str, before: str, dash: str = "") -> list[C
 def _time_of_pauses(run: RunFolder) -> str:
     """Seconds that evaluations and saves took, over all starts."""
     words = []
-    for kind, what in (("evaluation", "evaluations"), ("save", "saves (the part that stalls the training)")):
+    for kind, what in (("evaluation", ""), ("save", " (the part that stalls the training)")):
         if seconds := run.seconds_of(kind):
-            words.append(f"{len(seconds)} {what} took {duration(sum(seconds))} in all")
+            words.append(f"{counted(len(seconds), kind)}{what} took {duration(sum(seconds))} in all")
     return "; ".join(words)
 
 

@@ -107,7 +107,7 @@ def find_table(name: str) -> PaperTable:
     if name in tables:
         return tables[name]
     close = difflib.get_close_matches(name, tables, n=1)
-    remedy = f"did you mean {close[0]}?" if close else "`python -m pipeline.report --table list` lists them."
+    remedy = f"did you mean {close[0]}?" if close else "`pervit report --table list` lists them."
     raise UserError(f"--table must be a table of the papers, got {name}: {remedy}")
 
 

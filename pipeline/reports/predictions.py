@@ -14,7 +14,7 @@ from pipeline.errors import UserError, missing_extra
 from pipeline.inference.prediction_table import ENDINGS
 
 _NEEDED = ("file", "label", "top1", "top5", "probabilities", "label_probability")
-_MAKE = "make it with `python -m pipeline.evaluate --checkpoint RUN --data SHARDS --predictions FILE`"
+_MAKE = "make it with `pervit evaluate --checkpoint RUN --data SHARDS --predictions FILE`"
 _LARGEST_CLASS = 10**6
 _LONGEST_LIST = 100
 

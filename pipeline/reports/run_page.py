@@ -43,11 +43,11 @@ def run_page(run: RunFolder, sources: Sources) -> str:
     """
     starts, recipe, problems = starts_of(run), paper_recipe(run), list(run.problems)
     if sources.analysis and not (sources.analysis / "analysis.json").is_file():
-        raise UserError(f"--analysis {sources.analysis} has no analysis.json", "make it with `python -m pipeline.analyze`")
+        raise UserError(f"--analysis {sources.analysis} has no analysis.json", "make it with `pervit analyze`")
     inside, inside_problems = sections.analysis_figures(sources.analysis or run.path / sections.ANALYSIS)
     problems += inside_problems
     paper = recipe.top1 if recipe and recipe.comparable else None
-    analyze = f"python -m pipeline.analyze {run.path} --data SHARDS --output {run.path / sections.ANALYSIS}"
+    analyze = f"pervit analyze {run.path} --data SHARDS --output {run.path / sections.ANALYSIS}"
     parts: dict[str, Html | None] = {
         "Result": _result(run, recipe, starts),
         "Curves": curves(run, starts, paper),
@@ -74,7 +74,7 @@ def _mistakes(run: RunFolder, sources: Sources, problems: list[str]) -> Html:
     path, data = find_predictions(run.path, sources.predictions), run.value("data.path")
     if path is None:
         shards = sources.data or (data if isinstance(data, str) else "SHARDS")
-        command = f"python -m pipeline.evaluate --checkpoint {run.path} --data {shards} --predictions {run.path / 'predictions.parquet'}"
+        command = f"pervit evaluate --checkpoint {run.path} --data {shards} --predictions {run.path / 'predictions.parquet'}"
         return _how("No results per image yet. This command makes them", command)
     try:
         found = read_predictions(path)

@@ -1,4 +1,4 @@
-"""Write a paper's table as an HTML page, Markdown, LaTeX or CSV: ``python -m pipeline.report --table``."""
+"""Write a paper's table as an HTML page, Markdown, LaTeX or CSV: ``pervit report --table``."""
 
 from __future__ import annotations
 

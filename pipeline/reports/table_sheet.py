@@ -229,7 +229,7 @@ def _command_like(filled: Filled, row: PaperRow) -> str:
         changes[WIDTHS] = "WIDTHS"
     overrides = [f"{key}={_value(value)}" for key, value in changes.items() if recipe.get(key) != value]
     end = [f"seed={ours['seed']}", f"output_dir=runs/{_stem(row)}_any_{ours['seed']}"]
-    return " ".join([f"python -m pipeline.train --config {row.config}", *map(shlex.quote, [*overrides, *end])])
+    return " ".join([f"pervit train --config {row.config}", *map(shlex.quote, [*overrides, *end])])
 
 
 def _stem(row: PaperRow) -> str:

@@ -1,8 +1,8 @@
 """Train many runs from one file: a line of overrides each, compared on one page. The same command resumes a stopped sweep.
 
-    python -m pipeline.sweep --grid --config demo optim.lr=1e-3,5e-4 seed=0,1 > sweep.txt
-    python -m pipeline.sweep --jobs 2 sweep.txt
-    python -m pipeline.sweep --list sweep.txt
+    pervit sweep --grid --config demo optim.lr=1e-3,5e-4 seed=0,1 > sweep.txt
+    pervit sweep --jobs 2 sweep.txt
+    pervit sweep --list sweep.txt
 
 Words after FILE, --config CONFIG and dotted.key=value, apply to all runs; output_dir=DIR is the folder that holds theirs, by default
 runs/ and the file's name. Finished runs are skipped, interrupted ones resume. Ctrl-C lets the runs save, then exits.

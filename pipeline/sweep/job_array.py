@@ -44,7 +44,7 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
         UserError: no Slurm, too many runs, a batch that the processes cannot share, or ``sbatch`` refuses. Nothing is submitted then.
     """
     if shutil.which("sbatch") is None:
-        remedy = f"on one machine: python -m pipeline.sweep {sweep.file}"
+        remedy = f"on one machine: pervit sweep {sweep.file}"
         raise UserError("a job array requires Slurm, got no sbatch on the PATH", remedy)
     if not SCRIPT.is_file():
         problem = f"a job array must be submitted from the repository's root, got {Path.cwd()} without {SCRIPT}"
@@ -85,7 +85,7 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
         report = _sbatch(*own, f"--wrap=exec bash {SCRIPT} --report {shlex.quote(str(submission))}")
     except UserError as error:
         folders = shlex.join(str(run.folder) for run in sweep.runs)
-        remedy = f"when they have ended, run: python -m pipeline.report {folders} --output {sweep.folder / REPORT}"
+        remedy = f"when they have ended, run: pervit report {folders} --output {sweep.folder / REPORT}"
         raise UserError(f"the runs are submitted, but not their report: {error.problem}", remedy) from None
     print(f"job {report}: the report, when all have ended: {sweep.folder / REPORT}")
     return 0

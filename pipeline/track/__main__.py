@@ -1,9 +1,9 @@
 """Send a run to a tracker while it trains: metrics, events, pictures, the config. It only reads the run's files, from any machine that
 sees them.
 
-    python -m pipeline.track runs/pervit_t --to wandb
-    python -m pipeline.track runs/pervit_t --to mlflow --project my_experiment
-    WANDB_MODE=offline python -m pipeline.track runs/pervit_t --to wandb --once
+    pervit track runs/pervit_t --to wandb
+    pervit track runs/pervit_t --to mlflow --project my_experiment
+    WANDB_MODE=offline pervit track runs/pervit_t --to wandb --once
 
 Waits for a run that has not started yet, and exits when it is finished. It may be stopped or killed at any time: the same command
 continues where it stopped. The trackers' own environment variables set the destination and the account; docs/trackers.md has them.

@@ -172,7 +172,7 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
     for name in accept:
         if name not in now and not any(key.startswith(f"{name}.") for key in now):
             close = nearest_keys(name)
-            remedy = f"did you mean {close[0]!r}?" if close else "remove it; `python -m pipeline.config` lists the keys."
+            remedy = f"did you mean {close[0]!r}?" if close else "remove it; `pervit config` lists the keys."
             raise UserError(f"checkpoint.accept must list keys, sections or `{_DATA}`, got {name!r}: {remedy}")
     if begun_with is None:
         return

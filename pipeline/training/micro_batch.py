@@ -127,7 +127,7 @@ def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int,
         first = first or f"{size} does not fit: {why}"
     raise UserError(
         f"train.micro_batch_size=auto requires memory for {sizes[0]} images of each process at least, got too little ({why})",
-        "set train.activation_checkpointing=true, take a larger train.zero_stage or more memory; python -m pipeline.plan says what helps",
+        "set train.activation_checkpointing=true, take a larger train.zero_stage or more memory; pervit plan says what helps",
     )
 
 

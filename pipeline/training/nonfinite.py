@@ -51,7 +51,7 @@ def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
     except UserError as error:
         raise UserError(f"{sentence}; what reproduces the step could not be written: {error}") from None
     raise UserError(
-        f"{sentence}; {folder / REPORT} names the samples, and python -m pipeline.train --config {folder / 'config.yaml'} repeats the step."
+        f"{sentence}; {folder / REPORT} names the samples, and pervit train --config {folder / 'config.yaml'} repeats the step."
     )
 
 

@@ -28,7 +28,7 @@ def check_paths(config: Config) -> None:
     if saved_steps(Path(config.output_dir)):
         return  # the run goes on with its own weights; its teacher may be gone if nothing is left to train
     if train.init_from:
-        check_source(Path(train.init_from), key="train.init_from ")
+        check_source(Path(train.init_from), key="train.init_from ", otherwise=", or null to train from random weights")
     if train.teacher_weights and not Path(train.teacher_weights).is_file():
         raise UserError(
             f"train.teacher_weights {train.teacher_weights} does not exist", "pass a file with the teacher's weights"

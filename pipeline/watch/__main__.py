@@ -1,8 +1,8 @@
 """Watch a run in a terminal: progress, loss, speed, evaluations, trouble. It only reads the run's files, from any machine that sees them.
 
-    python -m pipeline.watch runs/pervit_t
-    python -m pipeline.watch runs/seed_0 runs/seed_1 runs/seed_2
-    python -m pipeline.watch runs/pervit_t --once
+    pervit watch runs/pervit_t
+    pervit watch runs/seed_0 runs/seed_1 runs/seed_2
+    pervit watch runs/pervit_t --once
 
 Without --once, it waits for a run that has not started yet. Press q or Ctrl-C to quit; the run is not affected.
 """

@@ -1,4 +1,4 @@
-"""``python -m pipeline.checkpoint``: what is there, is it whole, and weights in a file that everything else takes."""
+"""``pervit checkpoint``: what is there, is it whole, and weights in a file that everything else takes."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_the_recipe_of_a_file_is_the_shipped_config_below_it(tmp_path: Path) -> 
         ("train.every_steps=3", "did you mean 'log.every_steps' or 'checkpoint.every_steps'?"),
         ("eval.every_steps=3", "did you mean 'eval.every_epochs', 'log.every_steps' or 'checkpoint.every_steps'?"),
         ("optimm=3", "did you mean 'optim'?"),
-        ("model.depth=3", "unknown key 'model.depth': remove it; `python -m pipeline.config` lists the keys."),
+        ("model.depth=3", "unknown key 'model.depth': remove it; `pervit config` lists the keys."),
         ("train.epochs=many", "train.epochs must be a number, got 'many'."),
         ("train.max_steps=3.5", "train.max_steps must be a whole number, got 3.5."),
         ("train.zero_stage=4", "train.zero_stage must be at most 3, got 4."),

@@ -64,7 +64,7 @@ def test_skipped_then_stopped_and_repeated(
     known = {shards.key(index) for index in range(len(shards))}
     assert known.issuperset(keys)
 
-    command = re.search(r"python -m pipeline.train --config (\S+) repeats the step", sentence)
+    command = re.search(r"pervit train --config (\S+) repeats the step", sentence)
     again = Job(world_size, "--config", command[1])
     assert again.wait() == [USER_ERROR] * world_size, again.outputs()
     losses = re.compile(r"at step \d+ the gradient is not finite \(losses of its micro-batches: [^)]*\)")

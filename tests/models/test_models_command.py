@@ -1,4 +1,4 @@
-"""``python -m pipeline.models`` tells what there is."""
+"""``pervit models`` tells what there is."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_the_story_of_a_run_with_three_restarts_and_a_bad_sample(storied_run: Pa
     assert "4 starts" in text and "2 ended by a failure" in text
     assert f"sample 000000-{BAD:06d} was changed after it was written" in text
     assert "intact, checksums match" in text
-    assert "python -m pipeline.evaluate --checkpoint" in text  # no predictions yet
+    assert "pervit evaluate --checkpoint" in text  # no predictions yet
 
 
 @pytest.mark.parametrize("dark", [False, True])

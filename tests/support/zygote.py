@@ -5,7 +5,7 @@ The process that runs this program imports the training and then only waits. A l
     {"module": "pipeline.train", "arguments": [...], "environment": {"RANK": "0", ...},
      "folder": FOLDER, "input": FILE, "output": "FOLDER/0"}
 
-It forks a process that goes on as ``python -m pipeline.train ... < FILE`` would, with stdout and stderr in FOLDER/0.out and
+It forks a process that goes on as ``pervit train ... < FILE`` would, with stdout and stderr in FOLDER/0.out and
 FOLDER/0.err, and answers with the process id. FOLDER/0.code appears when that process has ended: its exit code, or minus the signal that killed it.
 
 Forking is sound here because nothing was started before it: no thread (OMP_NUM_THREADS=1 keeps BLAS from having some), no DALI

@@ -85,7 +85,7 @@ def test_a_report_that_is_refused(slurm: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         submit(sweep_of(2, tmp_path / "runs"), ["--ntasks=2", "-pgpu", "--qos=high", "--nodes=4"], 2)
     assert str(error.value).startswith("the runs are submitted, but not their report: sbatch refused the job: Invalid qos")
-    assert f"python -m pipeline.report {tmp_path}/runs/seed=0 {tmp_path}/runs/seed=1 --output" in str(error.value)
+    assert f"pervit report {tmp_path}/runs/seed=0 {tmp_path}/runs/seed=1 --output" in str(error.value)
     array, last = (tmp_path / "calls").read_text().splitlines()
     assert "--partition=gpu --qos=high --nodes=4 --array=1-2%2 launch/sweep.slurm --task" in array
     assert "--dependency=afterany:7 --partition=gpu --qos=high --wrap" in last and "--nodes=1" in last
@@ -99,7 +99,7 @@ def test_where_no_sweep_can_be_submitted(tmp_path: Path, monkeypatch: pytest.Mon
     sweep = sweep_of(1, tmp_path / "runs")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        UserError, match="a job array requires Slurm, got no sbatch on the PATH: on one machine: python -m pipeline.sweep s.txt"
+        UserError, match="a job array requires Slurm, got no sbatch on the PATH: on one machine: pervit sweep s.txt"
     ):
         submit(sweep, [], None)
     answering(tmp_path, "sbatch", "exit 1")

@@ -144,7 +144,7 @@ def test_keys_that_change_no_weight_are_free_and_outside_the_hash() -> None:
         ("optim.lrr", "did you mean 'optim.lr'?"),
         ("optimm", "did you mean 'optim'?"),
         ("lr", "must list keys, sections or `data`, got 'lr'"),
-        ("nonsense", "remove it; `python -m pipeline.config` lists the keys."),
+        ("nonsense", "remove it; `pervit config` lists the keys."),
     ],
 )
 def test_an_unknown_name_is_an_error_even_at_the_first_start(name: str, expected: str) -> None:

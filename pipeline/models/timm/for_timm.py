@@ -4,7 +4,7 @@
     import pipeline.models.timm.for_timm
 
     timm.create_model("pervit_t", num_classes=10, img_size=64, drop_path_rate=0.1)
-    timm.create_model("local-dir:FOLDER", pretrained=True)  # what `python -m pipeline.export --format timm` wrote
+    timm.create_model("local-dir:FOLDER", pretrained=True)  # what `pervit export --format timm` wrote
 
 A model is this project's own, with the attributes and methods that users of timm expect: ``num_features``, ``forward_features``,
 ``forward_head``, ``get_classifier``, ``reset_classifier``. ``features_only=True`` gives its feature maps. The ablation switches are
