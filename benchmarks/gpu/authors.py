@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from benchmarks.gpu.common import Context, PeakMemory, Values, synchronize
+from benchmarks.gpu.common import PROFILED, Context, PeakMemory, Values, synchronize
 from benchmarks.gpu.in_memory import InMemory
-from benchmarks.gpu.steps import PROFILED
 from benchmarks.gpu.trace import profiled
 from benchmarks.step_authors import authors_form
 from pipeline.config import Config

@@ -13,6 +13,7 @@ from typing import Any
 Values = dict[str, Any]  # of a row: what was measured, {"skipped": reason} or {"failed": reason}
 Rows = Iterator[Values]  # "stage" and "case" in one replace the case's own
 REPOSITORY = Path(__file__).parents[2]
+PROFILED = 3  # steps of a profile
 _AHEAD = 20_000_000  # clock cycles, about 10 ms, that a GPU sleeps while the CPU starts what is timed
 
 

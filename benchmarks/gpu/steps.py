@@ -12,13 +12,11 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.common import Context, PeakMemory, Rows, Values, has_module, synchronize
+from benchmarks.gpu.common import PROFILED, Context, PeakMemory, Rows, Values, has_module, synchronize
 
 if TYPE_CHECKING:
     from pipeline.cluster.world import World
     from pipeline.config import Config
-
-PROFILED = 3  # steps
 
 
 def measure(context: Context) -> Rows:
