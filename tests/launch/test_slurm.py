@@ -185,7 +185,8 @@ def test_a_plan_in_place_of_a_training(cluster: Cluster, toy_repository: Path, t
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
     said = json.loads(job.log)
     assert said[7] in ("10", "10:00")  # ON_CPUS: ten minutes
-    size = ["--nodes", "2", "--gpus-per-node", "3", "--time-limit", said[7], "--gpu", "cpu"]
+    assert said[10] == "--cpus" and int(said[11]) >= 1  # of a node, as Slurm says
+    size = ["--nodes", "2", "--gpus-per-node", "3", "--time-limit", said[7], "--gpu", "cpu", *said[10:12]]
     folders = ["data.path=data/imagenet", "output_dir=runs/pervit_t"]
     assert said == ["--config", "configs/pervit_t.yaml", *size, *folders, "seed=1"]
 
