@@ -82,7 +82,7 @@ test: install   ## all tests but those of benchmarks/
 	$(PYTEST_IN_TWO) --dist loadfile --no-loadscope-reorder tests --ignore=tests/benchmarks $(TEST_OPTIONS)
 
 test-benchmarks: install   ## the tests of benchmarks/, which run them in miniature
-	$(PYTEST_IN_TWO) --dist loadfile tests/benchmarks
+	$(PYTEST_IN_TWO) --dist loadfile tests/benchmarks $(TEST_OPTIONS)
 
 # Look at it with: python -m http.server --directory build/site --bind 127.0.0.1
 docs: install   ## the documentation as a site, build/site/index.html
