@@ -1,6 +1,6 @@
 """Write images into WebDataset shards.
 
-    python -m data_prep.shard_imagenet --source IMAGES --output PLACE [--split train|val] [--subset FRACTION]
+    pervit shard --source IMAGES --output PLACE [--split train|val] [--subset FRACTION]
 
 IMAGES is one of the following; archives are read in place. Images are .JPEG, .jpg, .png, .webp,
 .tif, .tiff or .bmp files.
@@ -20,8 +20,8 @@ manifest.json. A finished split is kept, an interrupted one is completed. Every 
 rejected.jsonl list re-encoded and rejected images.
 
 Examples:
-    python -m data_prep.shard_imagenet --source /data/imagenet --output data/imagenet --workers 16
-    python -m data_prep.shard_imagenet --source my_photos --output data/my_photos --val-share 0.1
+    pervit shard --source /data/imagenet --output data/imagenet --workers 16
+    pervit shard --source my_photos --output data/my_photos --val-share 0.1
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fill a node's cache with shards before a training: whole ones, as many as fit.
 
-    python -m data_prep.stage_shards DATA --cache DIR [--splits train val] [--gib N] [--workers N]
+    pervit stage-shards DATA --cache DIR [--splits train val] [--gib N] [--workers N]
 
 DATA and DIR have the values of data.path and data.cache. Each shard is compared with the sample table before any process can open it.
 Cached shards are not fetched again, and an interrupted fetch is continued. Several commands at once, on the same
@@ -11,8 +11,8 @@ Exits with 0 if the cache has what fits into it, with 1 if shards could not be f
 cannot be written.
 
 Examples:
-    python -m data_prep.stage_shards data/imagenet --cache /nvme/pervit --gib 400
-    srun --ntasks-per-node=1 python -m data_prep.stage_shards data/imagenet --cache /nvme/pervit
+    pervit stage-shards data/imagenet --cache /nvme/pervit --gib 400
+    srun --ntasks-per-node=1 pervit stage-shards data/imagenet --cache /nvme/pervit
 """
 
 from __future__ import annotations

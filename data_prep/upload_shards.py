@@ -1,13 +1,13 @@
 """Copy a shard set into a store: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX.
 
-    python -m data_prep.upload_shards DIR URL
+    pervit upload-shards DIR URL
 
 Every file is compared with DIR/manifest.json and uploaded as a whole; the manifest is last, so that a set that can be read is
 complete. After an interruption, the same command continues with what is missing. Training reads the set with data.path=URL.
 
 Examples:
-    python -m data_prep.upload_shards data/imagenet s3://bucket/imagenet
-    python -m data_prep.upload_shards data/imagenet gs://bucket/sets/imagenet
+    pervit upload-shards data/imagenet s3://bucket/imagenet
+    pervit upload-shards data/imagenet gs://bucket/sets/imagenet
 """
 
 from __future__ import annotations

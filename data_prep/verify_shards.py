@@ -1,14 +1,14 @@
 """Verify a shard set, for example after copying it.
 
-    python -m data_prep.verify_shards DIR [--decode] [--workers N]
+    pervit verify-shards DIR [--decode] [--workers N]
 
 Compares sizes, checksums, members and their order, indexes, labels and the sample table with each other and with
 DIR/manifest.json, and checks that each shard is a random sample of all classes. --decode also decodes every image. Exits with 0
 if the set is intact, and warns if val has the images of train; exits with 1 and a table of findings otherwise.
 
 Examples:
-    python -m data_prep.verify_shards data/imagenet
-    python -m data_prep.verify_shards data/imagenet --decode --workers 16
+    pervit verify-shards data/imagenet
+    pervit verify-shards data/imagenet --decode --workers 16
 """
 
 from __future__ import annotations

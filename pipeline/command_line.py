@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import re
 import select
 import sys
 import traceback
@@ -54,22 +53,15 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def command_parser(module: str, description: str | None, epilog: str | None = None) -> CommandParser:
-    """A parser whose usage and examples show what was typed, where Python's own shows the file's name.
+    """A parser whose usage shows what was typed, where Python's own shows the file's name.
 
     Args:
-        module: of the command, as for ``python -m``; description and epilog call it so in their examples.
+        module: of the command, as for ``python -m``.
     """
-    words = typed(module)
-    front = words.rpartition(" ")[0] if " " in words else "pervit"  # of `pervit train` and `python -m pipeline train`
-    others = {} if words.endswith((module, ".py")) else {m: f"{front} {n}" for c in COMMANDS.values() for n, m in c.items()}
-
-    def in_these_words(text: str | None) -> str:  # None: of python -OO
-        return re.sub(r"python -m ([\w.]+\w)", lambda found: {**others, module: words}.get(found[1], found[0]), text or "")
-
     return CommandParser(
-        prog=words,
-        description=in_these_words(description),
-        epilog=in_these_words(epilog),
+        prog=typed(module),
+        description=description or "",  # None: of python -OO
+        epilog=epilog or "",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 

@@ -82,7 +82,7 @@ class PaperRow:
     def shards_command(self) -> str:
         """The command that makes :attr:`part`."""
         made = f"--output {self.part} --subset {self.subset:g} --subset-rule first"
-        return f"python -m data_prep.shard_imagenet --source IMAGENET {made}" if self.part else ""
+        return f"pervit shard --source IMAGENET {made}" if self.part else ""
 
     @property
     def derived(self) -> dict[str, Any]:

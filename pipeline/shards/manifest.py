@@ -38,7 +38,7 @@ from pipeline.stores.place import Place
 KEPT_FORMATS = ("png", "webp", "tif", "bmp")  # suffixes of the members that are not JPEGs
 MANIFEST = "manifest.json"
 REJECTED, REENCODED = "rejected.jsonl", "reencoded.jsonl"
-SHARDER = "python -m data_prep.shard_imagenet --source IMAGES --output DIR"
+SHARDER = "pervit shard --source IMAGES --output DIR"
 SAMPLE_DTYPE = np.dtype(
     [
         ("offset", "<u8"),  # of the image in its tar, bytes
@@ -171,7 +171,7 @@ def find_manifest(folder: Path) -> Path:
             "run the same sharding command again, which writes the missing shards",
         )
     if _holds_images(folder):
-        remedy = f"write shards of it with python -m data_prep.shard_imagenet --source {folder} --output DIR (pervit-shard)"
+        remedy = f"write shards of it with pervit shard --source {folder} --output DIR"
         raise UserError(f"{folder} is a folder of images, not a shard set: it has no {MANIFEST}", remedy)
     raise UserError(f"{path} is missing: the folder is not a shard set", f"write the shards with {SHARDER}")
 
