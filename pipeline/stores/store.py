@@ -177,7 +177,7 @@ class Store:
         return dict(taken)
 
     def _repeat(self, name: str, act: Callable[[], Result], about_all: bool = False) -> Result:
-        began, tries = time.monotonic(), 0
+        began, tries, others = time.monotonic(), 0, False
         while True:
             self._wait_for_turn()
             try:
@@ -185,14 +185,15 @@ class Store:
             except Failure as failure:
                 tries += failure.kind is not Kind.THROTTLED  # which says nothing of the object
                 self.count(failure.kind)
-                self._judge(name, failure, tries, began, about_all)
+                others = self._judge(name, failure, tries, began, about_all, others)
                 self._rest(failure, tries)
             else:
                 self._note_answer(result)
                 return result
 
-    def _judge(self, name: str, failure: Failure, tries: int, began: float, about_all: bool) -> None:
-        """Raise if another try cannot help."""
+    def _judge(self, name: str, failure: Failure, tries: int, began: float, about_all: bool, others: bool) -> bool:
+        """Raise if another try cannot help. Takes and returns whether the store has answered for another object before the try: one
+        that came back just after it is not to blame on the object."""
         one_of_many = not about_all and name != self._probe
         if failure.kind is Kind.NO_BUCKET or (failure.kind is Kind.MISSING and not name):  # a list, of no object
             self._end(
@@ -221,7 +222,9 @@ class Store:
             )
         now = time.monotonic()
         if one_of_many and (tries >= _TRIES or now - began > self._patience) and self._answers_others():
-            raise OSError(errno.EIO, f"{failure}, for {now - began:.0f} s", str(self.place / name))
+            if others:
+                raise OSError(errno.EIO, f"{failure}, for {now - began:.0f} s", str(self.place / name))
+            return True
         silent = now - max(self._answered, began)
         patience = self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)
         if silent > patience:
@@ -235,6 +238,7 @@ class Store:
             _log.warning(
                 f"{self.place} has not answered for {silent:.0f} s ({failure}); it is tried again, for {patience:.0f} s"
             )
+        return False
 
     def _answers_others(self) -> bool:
         """Whether the store answers a request for another object now."""

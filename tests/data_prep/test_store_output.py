@@ -49,9 +49,11 @@ def test_a_killed_run_goes_on_and_gives_what_a_folder_would_hold(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     on_disk: list[int] = []
+    held: list[str] = []
     killed = False
 
     def watch(request: Request) -> Fault | None:
+        held.extend([request.path] if "train-000002.tar" in request.path else [])
         on_disk.append(len(list(scratch.glob("*/*.tar")) + list(scratch.glob("*/.*.tar.*.tmp"))))
         return Fault(delay=PATIENCE) if not killed and "train-000002.tar" in request.path else None
 
@@ -61,7 +63,7 @@ def test_a_killed_run_goes_on_and_gives_what_a_folder_would_hold(
         environment = clean_environment(**aws_environment(proxy.port))
         process = subprocess.Popen([sys.executable, SHARDER, *map(str, arguments)], cwd=REPOSITORY, env=environment)
         deadline = time.monotonic() + PATIENCE
-        while not all(_was_put(proxy, f".train-{number:06d}.finished.npz") for number in (0, 1, 3)):
+        while not all(_was_put(proxy, f".train-{number:06d}.finished.npz") for number in (0, 1, 3)) or not held:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         os.kill(process.pid, signal.SIGKILL)
