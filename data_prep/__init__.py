@@ -21,4 +21,5 @@
 
 SPLITS = ("train", "val")
 STAGED = ".staged"  # folder of an output with the images of a source that cannot be read in any order
-MAX_REJECTED = 0.001  # default of --max-rejected, a fraction of the images, at least one: more suggests a damaged copy
+MAX_REJECTED = 0.001  # default of --max-rejected, a fraction of the images: more suggests a damaged copy
+FEW_REJECTED = 5  # so many may be in a set of any size: in a small one they are no such sign

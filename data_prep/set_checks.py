@@ -162,5 +162,12 @@ def classes_with_images(names: list[str], counts: list[int]) -> set[str]:
     return {name for name, count in zip(names, counts) if count}
 
 
+def of_classes(with_images: Set[str], classes: list[str]) -> str:
+    """The number of classes, as in the manifest, and those without images: ``4 classes, of which 1 has no image (c),``."""
+    without = [name for name in classes if name not in with_images]
+    has = f", of which {len(without):,} {'has' if len(without) == 1 else 'have'} no image ({first_few(without)}),"
+    return counted(len(classes), "class") + has * bool(without)
+
+
 def _listed(classes: list[str]) -> str:
     return f"{counted(len(classes), 'class')} ({first_few(classes)})"

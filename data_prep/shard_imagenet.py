@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep import MAX_REJECTED, SPLITS, STAGED
+from data_prep import FEW_REJECTED, MAX_REJECTED, SPLITS, STAGED
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, counted
 from pipeline.stores.place import parse_place
@@ -58,6 +58,13 @@ def main() -> None:
         metavar="FILE",
         help="readable class names for tables, figures and predictions: one name per line in class order, WNID or CLASS<tab> and name per "
         "line, .json, .csv, or the devkit; ImageNet's tars take the devkit's names",
+    )
+    parser.add_argument("--keep-empty-classes", action="store_true", help="a class folder without images is a class too")
+    parser.add_argument(
+        "--unlabelled",
+        choices=("refuse", "skip"),
+        default="refuse",
+        help="images whose label is empty, nan, negative or no whole number: an error (default), or left out",
     )
     parser.add_argument("--image-column", metavar="NAME", help="column in parquet files (default: by type and name)")
     parser.add_argument("--label-column", metavar="NAME", help="column in parquet files (default: by type and name)")
@@ -94,13 +101,9 @@ def main() -> None:
     add_writing_options(parser)
     args = parser.parse_args()
     rules, share = writing_options(args)
-    for option in ("samples_per_shard", "workers"):
-        if getattr(args, option) < 1:
-            raise UserError(
-                f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}", "pass a positive number"
-            )
-    if args.seed < 0:
-        raise UserError(f"--seed must be at least 0, got {args.seed}", "pass a non-negative number")
+    for option, least in {"samples_per_shard": 1, "workers": 1, "seed": 0}.items():
+        if (value := getattr(args, option)) < least:
+            raise UserError(f"--{option.replace('_', '-')} must be at least {least}, got {value}", "pass a larger number")
 
     from data_prep.workers import stop_like_ctrl_c
 
@@ -126,21 +129,18 @@ def _open_output(args: argparse.Namespace) -> Output:
 
 
 def _write(args: argparse.Namespace, output: Output, rules: ImageRules, share: Share) -> None:
-    from data_prep.class_names import put_class_names
-    from data_prep.set_checks import same_images
+    from data_prep.class_names import class_list, put_class_names
+    from data_prep.set_checks import classes_with_images, of_classes, same_images
     from data_prep.sources.staged import drop_copies
     from data_prep.writer import write_shards
+    from pipeline.shards.manifest import REJECTED
 
     sources = _open_sources(args, output)  # both, so that an error in either is found before hours of work
     for split, source in sources.items():
-        classes = counted(len(set(source.labels.tolist())), "class")
+        classes = of_classes({source.class_names[label] for label in set(source.labels.tolist())}, source.class_names)
         print(f"{source.path}: {counted(len(source), 'image')} of {classes} for the {split} split")
-        if source.ignored:
-            endings = ", ".join(f"{n:,} {ending or 'without an ending'}" for ending, n in source.ignored.most_common(5))
-            print(
-                f"{source.path}: {counted(source.ignored.total(), 'other file')} ignored ({endings}): an image is a JPEG, PNG, WebP, "
-                "TIFF or BMP file in the folder of its class"
-            )
+    for sentence in dict.fromkeys(sentence for source in sources.values() for sentence in source.left_out()):
+        print(f"{args.source}: {sentence}")
     names = _class_names(args, output, sources)
     for split, source in sources.items():
         started, before = time.monotonic(), _splits_in(output)
@@ -154,16 +154,17 @@ def _write(args: argparse.Namespace, output: Output, rules: ImageRules, share: S
             continue
         if names and (args.class_names or split not in before):
             put_class_names(output, names)
-        classes = counted(sum(n > 0 for n in info.samples_per_class), "class")
+        listed = class_list(output.folder, [])
+        classes = of_classes(classes_with_images(listed, info.samples_per_class), listed)
         about = (
             f"{counted(info.samples, 'image')} of {classes} in {counted(len(info.shards), 'shard')}, {info.bytes / 1e6:.1f} MB"
         )
         if split in before:
             print(f"{args.output}: {split} is already there, nothing was written ({about})")
             continue
+        rejected = f"{info.rejected} rejected{f', listed in {REJECTED}' if info.rejected else ''}"
         print(
-            f"{args.output}: {split} has {about}, {info.reencoded} re-encoded, {info.rejected} rejected "
-            f"({time.monotonic() - started:.1f} s)"
+            f"{args.output}: {split} has {about}, {info.reencoded} re-encoded, {rejected} ({time.monotonic() - started:.1f} s)"
         )
         if info.formats:
             kept = ", ".join(f"{count} {suffix}" for suffix, count in info.formats.items())
@@ -200,7 +201,8 @@ def _open_sources(args: argparse.Namespace, output: Output) -> dict[str, Source]
     from data_prep.sources import RANDOM, Reading, check_fraction, hold_out, open_sources, take_subset
 
     stage = None if args.tasks > 1 else output.folder / STAGED
-    reading = Reading(stage, frozenset(_splits_in(output)), args.image_column, args.label_column)
+    finished, skip = frozenset(_splits_in(output)), args.unlabelled == "skip"
+    reading = Reading(stage, finished, args.image_column, args.label_column, skip, args.keep_empty_classes)
 
     check_fraction(args.subset)
     if args.subset_rule and args.subset == 1:
@@ -246,7 +248,7 @@ def add_writing_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=MAX_REJECTED,
         metavar="SHARE",
-        help=f"stop when more than this fraction of the images cannot be decoded (default: {MAX_REJECTED}); above 0, one always may be",
+        help=f"stop when more than this fraction of the images cannot be decoded (default: {MAX_REJECTED}); above 0, {FEW_REJECTED} always may be",
     )
     parser.add_argument("--resize-short-side", type=int, metavar="PX", help="resize larger images to a short side of PX pixels")
     parser.add_argument("--quality", type=int, metavar="Q", help="JPEG quality of resized images, 1 to 100 (default: 90)")

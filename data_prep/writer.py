@@ -11,6 +11,7 @@ which completes the set; an interrupted run, started again, writes only the miss
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data_prep import MAX_REJECTED
+from data_prep import FEW_REJECTED, MAX_REJECTED
 from data_prep.job import ShardJob, already_written, begin, describe_job, remove_traces
 from data_prep.output import FolderLock, Output, needed_bytes
 from data_prep.shard_writer import FinishedShard, read_record, record_file, write_shard
@@ -30,6 +31,8 @@ from pipeline.errors import UserError, counted
 from pipeline.files import file_sha256, remove_leftovers, replace_file, replace_text
 from pipeline.shards.image_checks import ImageRules
 from pipeline.shards.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, shard_name
+
+_HOPELESS = 1000  # rejected images of a source that is damaged as a whole: there is no use in a list of all
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def write_shards(
         workers: number of worker processes.
         seed: determines the order of the samples.
         rules: how images are checked and stored.
-        max_rejected: fraction of the images that may be rejected; above 0, one may be in any set.
+        max_rejected: fraction of the images that may be rejected; above 0, FEW_REJECTED may be in any set.
         share: the shards that this call writes.
         say: called with a message about shards that an earlier run finished.
 
@@ -114,11 +117,12 @@ def _write_missing(
     done = sum(sizes[number] for number in numbers if finished[number])
     bar = tqdm(total=sum(sizes.values()), initial=done, desc=f"sharding {job.split}", unit=" images", disable=None)
     try:
-        _stop_at_too_many(job, rejected, max_rejected)
+        _stop_at_too_many(job, rejected, max_rejected, _HOPELESS)
         with bar, closing(run_tasks(write_shard, map(job.task, missing), min(workers, len(missing) or 1), bar)) as results:
             for rejected_of_shard in results:
                 rejected += rejected_of_shard
-                _stop_at_too_many(job, rejected, max_rejected)
+                _stop_at_too_many(job, rejected, max_rejected, _HOPELESS)
+        _stop_at_too_many(job, rejected, max_rejected)
     except TooManyRejected:
         # The images rejected so far, for the user to inspect.
         output.update(lock, lambda: _write_lists(job, _finished_shards(job)))
@@ -129,14 +133,18 @@ class TooManyRejected(UserError):
     """More images are rejected than ``--max-rejected`` allows."""
 
 
-def _stop_at_too_many(job: ShardJob, rejected: list[dict], max_rejected: float) -> None:
-    # One file in a small set is no sign of a damaged copy. 1e-9: 0.29 * 100 is 28.999999999999996
-    allowed = max(int(max_rejected > 0), int(max_rejected * len(job.source) + 1e-9))
-    if len(rejected) > allowed:
-        first = "; ".join(f"{line['file']}: {line['reason']}" for line in rejected[:3])
+def _stop_at_too_many(job: ShardJob, rejected: list[dict], max_rejected: float, looked_for: int = 0) -> None:
+    """Raise TooManyRejected unless so many may be rejected; up to ``looked_for`` the rest is looked at first, to name all at once."""
+    count, images = len(rejected), len(job.source)
+    share = int(max_rejected * images + 1e-9)  # 1e-9: 0.29 * 100 is 28.999999999999996
+    allowed = max(FEW_REJECTED if max_rejected else 0, share)
+    if count > max(allowed, looked_for):
+        first = "; ".join([f"{line['file']}: {line['reason']}" for line in rejected[:5]] + ["..."] * (count > 5))
         raise TooManyRejected(
-            f"{len(rejected)} of the {len(job.source)} {job.split} images of {job.source.path} cannot be stored, at most {allowed} "
-            f"allowed by --max-rejected {max_rejected:g} ({first}): allow more, or repair those listed in {job.output.place / REJECTED} and start with an empty --output."
+            f"{count:,} of the {images:,} {job.split} images of {job.source.path} cannot be stored, at most {allowed:,} allowed by "
+            f"--max-rejected {max_rejected:g} ({first})",
+            f"repair or remove those listed in {job.output.place / REJECTED} and start with an empty --output, or leave them out with "
+            f"--max-rejected {math.ceil(1000 * count / images) / 1000:g}",
         )
 
 

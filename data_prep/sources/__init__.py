@@ -1,7 +1,7 @@
 """Read sources of images. A source lists its samples in a fixed order and reads them by number; archives are read in place.
 
 ==================  ==================================================================
-``base``            the interface of a source and what its implementations share
+``base``            what a source is, and what all of them share
 ``detect``          finds out which format a path has
 ``image_folder``    folders per class, also in a zip
 ``imagenet_tars``   ImageNet-1k's official tars
@@ -11,6 +11,7 @@
 ``listing``         a CSV or JSON lines of paths and labels
 ``parquet``         parquet files that hold images (Hugging Face)
 ``webdataset_tars`` other people's WebDataset tars, local or behind URLs
+``labels``          which class a label names, if any
 ``staged``          a copy, for sources that cannot be read in any order
 ``subset``          a fraction of each class; a held-out val split
 ==================  ==================================================================

@@ -1,4 +1,4 @@
-"""Define the interface of a source of images, a base class for sources that list all images when they are opened, and their readers."""
+"""Define what a source of images is, the base class of all of them, and their readers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import tarfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted, first_few
 from pipeline.files import open_regular
 
 # Accepted names of a split's folder, in order of preference. CIFAR's trees use test; where ImageNet's have both, test is
@@ -42,33 +42,6 @@ class SourceImage:
     refused: str = ""  # why it was not read; empty if it was
 
 
-class Source(Protocol):
-    """A source of images, as the writer sees it. ``len`` is the number of images. Selections are pickled for the workers."""
-
-    kind: str  # format, recorded in the manifest
-    path: str
-    ignored: Counter[str]  # files whose names are not those of images: ending, such as ".txt" -> how many
-    class_names: list[str]  # in index order; the classes of all splits of the source
-    labels: np.ndarray  # (n,) int32: index into class_names
-    subset: float  # fraction of each class that was kept; 1.0: all
-    subset_rule: str  # which images of a class these are, random or first
-    class_words: Mapping[str, str]  # class name -> what to call it, where the source says so
-    keep_formats: bool  # whether its non-JPEG images may be stored in the format that they have
-
-    def __len__(self) -> int: ...
-
-    def read(self, sample: int) -> SourceImage: ...
-
-    def select(self, samples: Sequence[int] | np.ndarray) -> Source:
-        """A source of only these samples, in this order."""
-
-    def fingerprint(self) -> str:
-        """SHA-256 of class, file name and size of every image: independent of where the source is stored."""
-
-    def total_bytes(self) -> int:
-        """Total size of the encoded images."""
-
-
 class Entry(NamedTuple):
     """One image in a source's list."""
 
@@ -78,30 +51,33 @@ class Entry(NamedTuple):
     place: int = 0  # source-specific position, such as an offset or a row; unused where the name suffices
 
 
-AnyListed = TypeVar("AnyListed", bound="ListedSource")
+AnySource = TypeVar("AnySource", bound="Source")
 
 
-class ListedSource(ABC):
-    """A source that lists all images when it is opened, sorted by class index, then by name.
+class Source(ABC):
+    """A source that lists all images when it is opened, sorted by class index, then by name; ``len`` is their number.
 
-    The list is stored in columns: ImageNet's 1.28 million entries take about 150 MB, and a selection is an index operation.
+    The list is stored in columns: ImageNet's 1.28 million entries take about 150 MB, and a selection, which is pickled for the
+    workers, is an index operation.
 
     Args:
         path: of the source, for the manifest and messages.
-        class_names: in index order.
+        class_names: in index order; the classes of all splits of the source.
         entries: the images, in any order.
         ignored: names of files that are not images, or not where an image of a class is.
     """
 
-    kind: str
-    subset, subset_rule = 1.0, "random"
-    keep_formats = True
-    class_words: Mapping[str, str] = {}
+    kind: str  # format, recorded in the manifest
+    subset, subset_rule = 1.0, "random"  # fraction of each class that was kept, and which images of a class: random or first
+    keep_formats = True  # whether its non-JPEG images may be stored in the format that they have
+    class_words: Mapping[str, str] = {}  # class name -> what to call it, where the source says so
+    empty: Sequence[str] = ()  # class folders without an image in any split
+    unlabelled: str = ""  # how many images without a class were left out, and the first of them
 
     def __init__(self, path: str | Path, class_names: list[str], entries: Iterable[Entry], ignored: Iterable[str] = ()) -> None:
         self.path = str(path)
         self.class_names = class_names
-        self.ignored = Counter(os.path.splitext(name)[1].lower() for name in ignored)
+        self.ignored = Counter(os.path.splitext(name)[1].lower() for name in ignored)  # ending, such as ".txt" -> how many
         label_of = {class_name: label for label, class_name in enumerate(class_names)}
         entries = sorted(entries, key=lambda entry: (label_of[entry.class_name], entry.name))
         self.labels = np.array([label_of[entry.class_name] for entry in entries], dtype=np.int32)  # (n,)
@@ -128,7 +104,8 @@ class ListedSource(ABC):
     def _bytes(self, sample: int) -> bytes:
         """The encoded image."""
 
-    def select(self: AnyListed, samples: Sequence[int] | np.ndarray) -> AnyListed:
+    def select(self: AnySource, samples: Sequence[int] | np.ndarray) -> AnySource:
+        """A source of only these samples, in this order."""
         chosen = np.asarray(samples, dtype=np.int64)  # (m,)
         selection = copy.copy(self)
         selection._names = [self._names[sample] for sample in chosen]
@@ -137,6 +114,7 @@ class ListedSource(ABC):
         return selection
 
     def fingerprint(self) -> str:
+        """SHA-256 of class, file name and size of every image: independent of where the source is stored."""
         digest = hashlib.sha256()
         for label, name, size in zip(self.labels, self._names, self._sizes):
             file_name = name.rpartition("/")[2]
@@ -144,7 +122,24 @@ class ListedSource(ABC):
         return digest.hexdigest()
 
     def total_bytes(self) -> int:
+        """Total size of the encoded images."""
         return int(self._sizes.sum())
+
+    def left_out(self) -> Iterator[str]:
+        """A sentence for each kind of thing that is there but becomes no sample or class."""
+        if self.ignored:
+            yield f"ignored {other_files(self.ignored)}: an image is a JPEG, PNG, WebP, TIFF or BMP file in the folder of its class"
+        if empty := [name for name in self.empty if name not in self.class_names]:
+            folders = counted(len(empty), "class folder")
+            yield f"left out {folders} without an image ({first_few(empty)}): --keep-empty-classes makes each a class"
+        if self.unlabelled:
+            yield f"left out {self.unlabelled}"
+
+
+def other_files(count: Counter[str]) -> str:
+    """How many there are, and their most common endings: ``4 other files (3 .gif, 1 .heic)``."""
+    endings = [f"{n:,} {ending or 'without an ending'}" for ending, n in count.most_common()]
+    return f"{counted(count.total(), 'other file')} ({first_few(endings, 8)})"
 
 
 def read_listed(path: Path, size: int) -> bytes:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy._core import multiarray  # its old name, numpy.core, is what the pickles say
 from PIL import Image
 
-from data_prep.sources.base import Entry, ListedSource, read_tar_gz
+from data_prep.sources.base import Entry, Source, read_tar_gz
 from pipeline.errors import UserError
 
 SIDE = 32  # pixels
@@ -44,7 +44,7 @@ _CIFAR10 = _Layout(
 _CIFAR100 = _Layout({"train": ("train",), "val": ("test",)}, "meta", b"fine_labels", b"fine_label_names")
 
 
-class Cifar(ListedSource):
+class Cifar(Source):
     """CIFAR-10, or CIFAR-100 with its 100 fine classes; the test batch is the val split.
 
     All pixels of the split are in memory (150 MB for train); a selection carries its pixels to the worker. ``total_bytes``

@@ -19,6 +19,7 @@ from data_prep.sources.parquet import parquet_files, parquet_parts
 from data_prep.sources.staged import Part, Staged
 from data_prep.sources.webdataset_tars import is_remote, tar_parts, tar_urls
 from pipeline.errors import UserError
+from pipeline.shards.image_checks import is_image
 from pipeline.shards.manifest import MANIFEST
 
 ACCEPTED = (
@@ -44,12 +45,16 @@ class Reading:
         stage: folder for a copy of images that cannot be read in any order; None: such sources are refused.
         finished: splits whose shards are written.
         image_column, label_column: of parquet files; None: by type and name.
+        skip_unlabelled: leave out images without a class, instead of refusing them.
+        keep_empty: whether a class folder without images is a class.
     """
 
     stage: Path | None = None
     finished: frozenset[str] = frozenset()
     image_column: str | None = None
     label_column: str | None = None
+    skip_unlabelled: bool = False
+    keep_empty: bool = False
 
 
 def open_sources(
@@ -64,7 +69,7 @@ def open_sources(
         location: in one of the formats of ``ACCEPTED``.
         split: ``train`` or ``val``; None: all splits that exist, where a tree without split folders is train.
         devkit: devkit archive for ImageNet's val tar, if it is not beside it.
-        reading: for parquet files and WebDataset tars.
+        reading: what to do with images without a class and classes without images; for parquet files and WebDataset tars.
 
     Returns:
         Split -> source.
@@ -80,7 +85,7 @@ def open_sources(
     imagenet = _imagenet_tars(location)
     if devkit is not None and "val" not in imagenet:
         raise UserError(f"--devkit {devkit} requires {VAL_TAR}, which {location} does not have", "drop --devkit")
-    return _opened(_find_imagenet(imagenet, split, devkit) if imagenet else _find(location), location, split)
+    return _opened(_find_imagenet(imagenet, split, devkit) if imagenet else _find(location, reading), location, split)
 
 
 def _opened(found: _Found, location: str | Path, split: str | None) -> dict[str, Source]:
@@ -94,27 +99,27 @@ def _opened(found: _Found, location: str | Path, split: str | None) -> dict[str,
     return {name: found.openers[name]() for name in wanted}
 
 
-def _find(location: Path) -> _Found:
+def _find(location: Path, reading: Reading) -> _Found:
     """Detect any format except ImageNet's tars."""
     if location.is_file():
-        return _find_file(location)
+        return _find_file(location, reading)
     if not location.is_dir():
         raise UserError(f"source {location} does not exist", f"pass --source with {ACCEPTED}")
     annotations = annotation_files(location)
     if annotations:  # before class folders: some years of iNaturalist have a train/ too, but the labels are in the annotations
         return _all({split: partial(INaturalist, location, split) for split in annotations})
-    if not class_folders(location):
+    if not class_folders(location) and not any(is_image(path.name) for path in location.iterdir()):
         raise UserError(f"source folder {location} holds 0 folders and no known file", f"pass --source with {ACCEPTED}")
-    return _tree(list(split_folders(location)), partial(ImageFolder, location))
+    return _tree(list(split_folders(location)), partial(ImageFolder, location, keep_empty=reading.keep_empty))
 
 
-def _find_file(location: Path) -> _Found:
+def _find_file(location: Path, reading: Reading) -> _Found:
     if location.name.endswith((".tar.gz", ".tgz")):
         return _all({split: partial(Cifar, location, split) for split in SPLITS})
     if location.suffix in LISTING_SUFFIXES:
-        return _tree(listing_splits(location), partial(Listing, location))
+        return _tree(listing_splits(location), partial(Listing, location, skip=reading.skip_unlabelled))
     if location.suffix == ".zip":
-        return _tree(zip_splits(location), partial(ZipFolder, location))
+        return _tree(zip_splits(location), partial(ZipFolder, location, keep_empty=reading.keep_empty))
     raise UserError(f"source {location} is a file of an unknown format", f"pass --source with {ACCEPTED}")
 
 
@@ -204,6 +209,7 @@ def _staged(
 
     def open_split(split: str) -> Source:
         assert reading.stage
-        return Staged(location, kind, parts[split](), reading.stage / split, class_names, split in reading.finished)
+        finished, skip = split in reading.finished, reading.skip_unlabelled
+        return Staged(location, kind, parts[split](), reading.stage / split, class_names, finished, skip=skip)
 
     return _all({split: partial(open_split, split) for split in parts})

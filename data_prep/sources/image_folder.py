@@ -4,44 +4,42 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, changed, read_listed, refuse_duplicates
-from pipeline.errors import UserError, counted, first_few
-from pipeline.shards.image_checks import is_image, walk_images
+from data_prep.sources.base import SPLIT_FOLDERS, Entry, Source, changed, other_files, read_listed, refuse_duplicates
+from pipeline.errors import UserError, counted
+from pipeline.shards.image_checks import IMAGE_SUFFIXES, is_image, walk_images
 
 _ENCRYPTED = 0x1  # bit 0 of a member's flags
 _REPACK = "download it again or pack it again with zip -r"
 _Member = tuple[tuple[str, ...], int, zipfile.ZipInfo]  # parts of the path, index in the list of members, header
 
 
-class ImageFolder(ListedSource):
+class ImageFolder(Source):
     """A tree ``root/<split>/<class>/*.JPEG``, or ``root/<class>/*.JPEG`` with one split; a class may have further folders.
 
     Args:
         root: the tree. The folder of the val split may be called ``val`` or ``test``.
         split: ``train`` or ``val``.
+        keep_empty: whether a folder without an image in any split is a class.
 
     Raises:
-        UserError: the folder or the split is missing, there are no images, or a class has none in any split.
+        UserError: there are no images, or none in a folder of its class.
     """
 
     kind = "imagefolder"
 
-    def __init__(self, root: str | Path, split: str) -> None:
+    def __init__(self, root: str | Path, split: str, keep_empty: bool = False) -> None:
         folders = split_folders(Path(root))
-        if folders and split not in folders:
-            raise UserError(
-                f"the split must be one of {list(folders)} of source folder {root}, got {split!r}",
-                f"pass --split {next(iter(folders))} or add {Path(root) / split}",
-            )
-        self._root = folders.get(split, Path(root))
+        self._root = folders[split] if folders else Path(root)
         class_names = sorted({entry.name for folder in folders.values() or [self._root] for entry in class_folders(folder)})
         entries: list[Entry] = []
         beside = [entry for place in {Path(root), self._root} for entry in os.scandir(place)]
         ignored = [entry.name for entry in beside if not entry.is_dir() and not entry.name.startswith(".")]
-        empty: list[str] = []
+        self.empty = []
         for class_name in class_names:
             folder, before = self._root / class_name, len(entries)
             for name, image in walk_images(folder) if folder.is_dir() else ():
@@ -53,34 +51,35 @@ class ImageFolder(ListedSource):
             if len(entries) == before and not any(
                 image for other in others if other.is_dir() for _, image in walk_images(other)
             ):
-                empty.append(class_name)
+                self.empty.append(class_name)
+        super().__init__(root, _classes(class_names, self.empty, keep_empty), entries, ignored)
         if not entries:
-            raise UserError(
-                f"source folder {self._root} must have at least 1 image, got 0 in {len(class_names)} class folders",
-                f"pass a folder that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG",
-            )
-        if empty:
-            raise UserError(
-                f"every folder of {self._root} must have an image, got none in {counted(len(empty), 'class folder')} ({first_few(empty)})",
-                "add images, or remove or hide the folder (.NAME): each folder would become a class",
-            )
-        super().__init__(root, class_names, entries, ignored)
+            raise _no_images(self._root, split, len(class_names), self.ignored)
 
     def _bytes(self, sample: int) -> bytes:
         return read_listed(self._root / self._names[sample], int(self._sizes[sample]))
 
 
-def split_folders(root: Path) -> dict[str, Path]:
-    """The split folders of a tree; empty for a plain tree of class folders.
-
-    Raises:
-        UserError: ``root`` is not a folder.
-    """
-    if not root.is_dir():
-        raise UserError(
-            f"source folder {root} {'is a file' if root.exists() else 'does not exist'}",
-            "pass --source with the folder that holds the images",
+def _no_images(place: str | Path, split: str, folders: int, ignored: Counter[str]) -> UserError:
+    """The error for a split without an image in so many folders of classes; there may be some outside of them."""
+    if outside := sum(ignored[ending] for ending in IMAGE_SUFFIXES):
+        return UserError(
+            f"{place} must have a folder for each class, got {counted(outside, 'image')} outside of any",
+            f"move them into {place}/CLASS, or list them in a .csv with the columns path and label and pass that as --source",
         )
+    return UserError(
+        f"{place} must have at least 1 image of its {split} split, got 0 in {counted(folders, 'class folder')}"
+        + (f", and {other_files(ignored)}" if ignored else ""),
+        f"pass a folder or zip of CLASS/*.JPEG or {split}/CLASS/*.JPEG",
+    )
+
+
+def _classes(names: Iterable[str], empty: Sequence[str], keep_empty: bool) -> list[str]:
+    return sorted({*names} | {*empty} if keep_empty else {*names} - {*empty})
+
+
+def split_folders(root: Path) -> dict[str, Path]:
+    """The split folders of a tree; empty for a plain tree of class folders."""
     found: dict[str, Path] = {}
     for split, names in SPLIT_FOLDERS.items():
         for name in names:
@@ -95,26 +94,24 @@ def class_folders(folder: Path) -> list[os.DirEntry]:
     return [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
 
 
-class ZipFolder(ListedSource):
+class ZipFolder(Source):
     """A zip of ``<split>/<class>/*.JPEG``, or of ``<class>/*.JPEG`` with one split, possibly within further folders.
 
     Args:
         path: the zip file. The folder of the val split may be called ``val`` or ``test``.
         split: ``train`` or ``val``.
+        keep_empty: whether a folder without an image in any split is a class.
 
     Raises:
-        UserError: not a zip, encrypted, the split is missing, no images, or two images with the same name.
+        UserError: not a zip, encrypted, no images, none in a folder of its class, or two images with the same name.
     """
 
     kind = "zip"
 
-    def __init__(self, path: str | Path, split: str) -> None:
-        images, ignored = _members(str(path))
+    def __init__(self, path: str | Path, split: str, keep_empty: bool = False) -> None:
+        images, others = _members(str(path))
+        ignored = ["/".join(parts) for parts in others if parts[-1]]
         folders = _split_folders(images)
-        if folders and split not in folders:
-            raise UserError(
-                f"the split must be one of {list(folders)} of {path}, got {split!r}", f"pass --split {next(iter(folders))}"
-            )
         depth = 2 if folders else 1  # folders above an image: SPLIT/CLASS or CLASS
         tops = set(folders.values())
         labelled: list[_Member] = []
@@ -124,7 +121,9 @@ class ZipFolder(ListedSource):
                 labelled.append(member)
             else:
                 ignored.append("/".join(parts))
-        class_names = sorted({parts[depth - 1] for parts, _, _ in labelled})
+        class_names = {parts[depth - 1] for parts, _, _ in labelled}
+        below = {parts[depth - 1] for parts in others if len(parts) > depth and (not folders or parts[0] in tops)}
+        self.empty = sorted(below - class_names)
         # Named as in the unpacked tree, without enclosing folders, so that both give the same shards.
         entries = [
             Entry(parts[depth - 1], "/".join(parts[depth - 1 :]), info.file_size, place)
@@ -132,12 +131,9 @@ class ZipFolder(ListedSource):
             if not folders or parts[0] == folders[split]
         ]
         refuse_duplicates(path, entries, _REPACK)
+        super().__init__(path, _classes(class_names, self.empty, keep_empty), entries, ignored)
         if not entries:
-            raise UserError(
-                f"{path} must have at least 1 image of its {split} split, got 0 in {len(class_names)} class folders",
-                f"pass a zip of CLASS/*.JPEG or {split}/CLASS/*.JPEG",
-            )
-        super().__init__(path, class_names, entries, ignored)
+            raise _no_images(path, split, len(class_names), self.ignored)
 
     def _bytes(self, sample: int) -> bytes:
         name, place, size = self._names[sample], int(self._places[sample]), int(self._sizes[sample])
@@ -176,22 +172,25 @@ def _opened(path: str) -> zipfile.ZipFile:
         raise UserError(f"{path} is not a complete zip file ({error})", _REPACK) from None
 
 
-def _members(path: str) -> tuple[list[_Member], list[str]]:
-    """The images, with folders that enclose the whole tree removed from their paths, and the names of other files.
+def _members(path: str) -> tuple[list[_Member], list[tuple[str, ...]]]:
+    """The images, and the paths of all else, folders ending in ""; without the folders that enclose the whole tree.
 
     Raises:
         UserError: encrypted.
     """
     listed = enumerate(_opened(path).infolist())
-    infos = [(place, info) for place, info in listed if not info.is_dir() and not info.filename.startswith("__MACOSX/")]
+    infos = [(place, info) for place, info in listed if not info.filename.startswith("__MACOSX/")]
     encrypted = sum(bool(info.flag_bits & _ENCRYPTED) for _, info in infos)
     if encrypted:
         raise UserError(f"{path} must not be encrypted, got {encrypted} encrypted members", "pack it again without a password")
     paths = [tuple(part for part in info.filename.split("/") if part not in ("", ".")) for _, info in infos]
-    hidden = [any(part[0] == "." for part in parts[:-1]) or not parts for parts in paths]
-    images = [(parts, *info) for parts, info, hid in zip(paths, infos, hidden) if not hid and is_image(parts[-1])]
-    others = [info.filename for parts, (_, info), hid in zip(paths, infos, hidden) if not hid and not is_image(parts[-1])]
+    paths = [(*parts, "") if info.is_dir() else parts for parts, (_, info) in zip(paths, infos)]
+    shown = [n for n, parts in enumerate(paths) if parts and not any(part.startswith(".") for part in parts[:-1])]
+    images = [(paths[n], *infos[n]) for n in shown if is_image(paths[n][-1])]
+    others = [paths[n] for n in shown if not is_image(paths[n][-1])]
     while len({m[0][0] for m in images}) == 1 and not _split_folders(images) and any(len(m[0]) > 2 for m in images):
+        enclosing = images[0][0][0]
+        others = [parts[1:] if parts[0] == enclosing and parts[1:] else parts[-1:] for parts in others]
         images = [(parts[1:], place, info) for parts, place, info in images]
     return images, others
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from data_prep.sources.base import Entry, ListedSource, refuse_duplicates
+from data_prep.sources.base import Entry, Source, refuse_duplicates
 from data_prep.sources.devkit import Devkit
 from pipeline.errors import UserError
 from pipeline.files import open_regular
@@ -35,7 +35,7 @@ _DOWNLOAD = "download it again and compare its size or MD5 with image-net.org's"
 _BLOCK = 512  # bytes, block size of a tar
 
 
-class ImageNetTar(ListedSource):
+class ImageNetTar(Source):
     """Images in an uncompressed tar; created by :func:`train_source` and :func:`val_source`."""
 
     kind = "imagenet-tar"

@@ -11,11 +11,11 @@ import re
 from pathlib import Path
 
 from data_prep import SPLITS
-from data_prep.sources.base import Entry, ListedSource, read_listed
+from data_prep.sources.base import Entry, Source, read_listed
 from pipeline.errors import UserError
 
 
-class INaturalist(ListedSource):
+class INaturalist(Source):
     """Images and labels from an annotation file. Classes are indexed in the order of their category ids.
 
     Args:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep import SPLITS
-from data_prep.sources.base import SPLIT_NAMES, Entry, ListedSource, in_order, read_listed
+from data_prep.sources.base import SPLIT_NAMES, Entry, Source, in_order, read_listed
+from data_prep.sources.labels import NoClass, class_of, without_class
 from pipeline.errors import UserError, first_few
 
 LISTING_SUFFIXES = (".csv", ".tsv", ".jsonl")
@@ -19,7 +20,7 @@ _PATH, _LABEL, _SPLIT = (
 )
 
 
-class Listing(ListedSource):
+class Listing(Source):
     """A file with a line per image: its path, relative to the file's folder or absolute, its class, and perhaps its split.
 
     The first line of a CSV or TSV names the columns: ``path`` (or file, filename, file_name, image), ``label`` (or class, class_name,
@@ -28,6 +29,7 @@ class Listing(ListedSource):
     Args:
         path: the file.
         split: ``train`` or ``val``.
+        skip: leave out images without a class, instead of refusing them.
 
     Raises:
         UserError: a column, value or image is missing, or the split has no image.
@@ -35,10 +37,12 @@ class Listing(ListedSource):
 
     kind = "listing"
 
-    def __init__(self, path: str | Path, split: str) -> None:
+    def __init__(self, path: str | Path, split: str, skip: bool = False) -> None:
         rows = _rows(Path(path))
         has_splits = any(row[2] for row in rows)
-        wanted = [(name, label) for name, label, its in rows if not has_splits or its == split]
+        of_split = [(name, label) for name, label, its in rows if not has_splits or its == split]
+        self.unlabelled = without_class(path, [label for _, label in of_split if isinstance(label, NoClass)], skip)
+        wanted = [(name, label) for name, label in of_split if not isinstance(label, NoClass)]
         if not wanted:
             raise UserError(
                 f"{path} must list at least 1 image of the {split} split, got 0", "add some, or pass another --split"
@@ -51,7 +55,7 @@ class Listing(ListedSource):
                 f"write paths that are absolute or relative to {self._folder}",
             )
         entries = [Entry(label, name, (self._folder / name).stat().st_size) for name, label in wanted]
-        super().__init__(path, in_order({label for _, label, _ in rows}), entries)
+        super().__init__(path, in_order({label for _, label, _ in rows if not isinstance(label, NoClass)}), entries)
 
     def _bytes(self, sample: int) -> bytes:
         return read_listed(self._folder / self._names[sample], int(self._sizes[sample]))
@@ -68,14 +72,16 @@ def listing_splits(path: Path) -> list[str]:
 
 
 def _rows(path: Path) -> list[tuple[str, str, str]]:
-    """(path, label, split or "") of each line.
+    """(path, label or :class:`NoClass`, split or "") of each line.
 
     Raises:
         UserError: a line that cannot be read, a column or a value that is missing, or an image listed twice.
     """
     rows, seen = [], set()
     for number, row in _parsed(path):
-        name, label = (_value(path, number, row, names) for names in (_PATH, _LABEL))
+        name, label = str(_value(path, number, row, _PATH)), class_of(_value(path, number, row, _LABEL, needed=False))
+        if isinstance(label, NoClass):
+            label = NoClass(f"line {number}: {label}")
         split = str(_found(row, _SPLIT) or "")
         if split and split not in SPLIT_NAMES:
             raise UserError(f"{path}, line {number}: split is {split!r}", f"write one of {', '.join(SPLIT_NAMES)}")
@@ -119,12 +125,13 @@ def _found(row: dict, names: tuple[str, ...]) -> object:
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
-def _value(path: Path, number: int, row: dict, names: tuple[str, ...]) -> str:
+def _value(path: Path, number: int, row: dict, names: tuple[str, ...], needed: bool = True) -> object:
+    """The value in the first of the columns that has one; without ``needed``, there must be such a column, but it may be empty."""
     value = _found(row, names)
-    if value is None or str(value) == "" or isinstance(value, dict | list):
+    if (value in (None, "") or isinstance(value, dict | list)) if needed else row.keys().isdisjoint(names):
         columns = ", ".join(str(key) for key in row) or "nothing"
         raise UserError(
             f"{path}, line {number} must have a {names[0]}, got {columns}",
             f"add the column {names[0]} (or {', '.join(names[1:])})",
         )
-    return str(value)
+    return value

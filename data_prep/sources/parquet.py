@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.sources.base import SPLIT_NAMES
+from data_prep.sources.labels import NoClass, class_of
 from data_prep.sources.staged import Part
 from pipeline.errors import UserError, missing_extra
 
@@ -78,15 +79,20 @@ def _images(path: Path, image: str, label: str, names: list[str] | None) -> Iter
                     raise UserError(
                         f"{path}, row {row} has no encoded image in {image}", "pass a data set that carries its images"
                     )
-                if value is None or names and not 0 <= value < len(names):
-                    raise UserError(f"{path}, row {row}: {label} must be a class, got {value}", "pass a labelled split")
                 name = picture.get("path") if isinstance(picture, dict) else None
                 yield (
                     f"{path.stem}/{row:08d}_{Path(name).name if name else 'image'}",
-                    names[value] if names else str(value),
+                    _named(class_of(value), names),
                     data,
                 )
                 row += 1
+
+
+def _named(number: str, names: list[str] | None) -> str:
+    """The name of a class that is a number in a file with names; :class:`NoClass` for a number beyond them."""
+    if not names or isinstance(number, NoClass):
+        return number
+    return names[int(number)] if number.isdigit() and int(number) < len(names) else NoClass(number)
 
 
 def _features(metadata: dict[bytes, bytes] | None) -> dict[str, dict]:

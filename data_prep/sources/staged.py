@@ -17,7 +17,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data_prep.sources.base import Entry, ListedSource, changed, in_order
+from data_prep.sources.base import Entry, Source, changed, in_order
+from data_prep.sources.labels import NoClass, without_class
 from pipeline.errors import UserError
 from pipeline.files import replace_file
 
@@ -30,10 +31,10 @@ class Part:
 
     name: str
     identity: str
-    images: Callable[[], Iterable[tuple[str, str, bytes]]]  # (name, class, encoded image) each
+    images: Callable[[], Iterable[tuple[str, str, bytes]]]  # (name, class or NoClass, encoded image) each
 
 
-class Staged(ListedSource):
+class Staged(Source):
     """Images that were copied into a staging folder.
 
     Args:
@@ -44,9 +45,10 @@ class Staged(ListedSource):
         class_names: in index order; None: those that occur, numbers in numeric order.
         finished: the shards are written, so that the list of images is enough.
         say: called with a message for each part.
+        skip: leave out images without a class, instead of refusing the first part that has some.
 
     Raises:
-        UserError: a part cannot be read, two images have the same name, or there are none.
+        UserError: a part cannot be read, an image has no class, two images have the same name, or there are none.
     """
 
     def __init__(
@@ -58,18 +60,19 @@ class Staged(ListedSource):
         class_names: Sequence[str] | None = None,
         finished: bool = False,
         say: Callable[[str], object] = print,
+        skip: bool = False,
     ) -> None:
         self.kind, self._folder = kind, folder
         folder.mkdir(parents=True, exist_ok=True)
         entries: list[Entry] = []
+        without: list[str] = []
         for number, part in enumerate(parts):
-            names, classes, offsets, sizes = _stage(part, folder, number, f"{number + 1} of {len(parts)}", finished, say)
+            names, classes, offsets, sizes, its = _stage(part, folder, number, f"{number + 1} of {len(parts)}", finished, say)
+            self.unlabelled = without_class(part.name, without := without + its, skip)
             for name, class_name, offset, size in zip(names, classes, offsets.tolist(), sizes.tolist()):
                 entries.append(Entry(class_name, name, size, number * _PART + offset))
         if not entries:
-            raise UserError(
-                f"{path} must have at least 1 image with a class, got 0", "pass a data set for image classification"
-            )
+            raise UserError(f"{path} must have at least 1 image with a class, got 0", "pass a labelled data set, or --split")
         if len({(entry.class_name, entry.name) for entry in entries}) != len(entries):
             raise UserError(f"{path} must have distinct names within a class, got one twice", "remove the duplicate files")
         super().__init__(path, list(class_names or in_order({entry.class_name for entry in entries})), entries)
@@ -90,23 +93,27 @@ class Staged(ListedSource):
 
 def _stage(
     part: Part, folder: Path, number: int, place: str, finished: bool, say: Callable[[str], object]
-) -> tuple[list[str], list[str], np.ndarray, np.ndarray]:
-    """Copy a part, unless it is there: names, classes, offsets and sizes of its images."""
+) -> tuple[list[str], list[str], np.ndarray, np.ndarray, list[str]]:
+    """Copy a part, unless it is there: names, classes, offsets and sizes of its images; and those without a class, not copied."""
     index, images = folder / f"{number:05d}.npz", folder / f"{number:05d}.bin"
     try:
         with np.load(index) as held:
             about = json.loads(held["about"].tobytes())
             if about["identity"] == part.identity and (finished or images.exists()):
-                return about["names"], about["classes"], held["offsets"], held["sizes"]
+                return about["names"], about["classes"], held["offsets"], held["sizes"], about["unlabelled"]
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         pass
     say(f"copying {part.name} ({place})")
     names: list[str] = []
     classes: list[str] = []
     sizes: list[int] = []
+    without: list[str] = []
 
     def copy(file: BinaryIO) -> None:
         for name, class_name, data in _read(part):
+            if isinstance(class_name, NoClass):
+                without.append(f"{name}: {class_name}")
+                continue
             names.append(name)
             classes.append(class_name)
             sizes.append(len(data))
@@ -115,11 +122,10 @@ def _stage(
     replace_file(images, copy)
     lengths = np.array(sizes, dtype=np.int64)  # (n,)
     offsets = np.cumsum(lengths) - lengths  # (n,)
-    encoded = np.frombuffer(
-        json.dumps({"identity": part.identity, "names": names, "classes": classes}).encode(), dtype=np.uint8
-    )
+    about = {"identity": part.identity, "names": names, "classes": classes, "unlabelled": without}
+    encoded = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
     replace_file(index, lambda file: np.savez(file, about=encoded, offsets=offsets, sizes=lengths))
-    return names, classes, offsets, lengths
+    return names, classes, offsets, lengths, without
 
 
 def _read(part: Part) -> Iterator[tuple[str, str, bytes]]:

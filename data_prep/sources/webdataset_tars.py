@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from data_prep.sources.base import SPLIT_NAMES
+from data_prep.sources.labels import NoClass, class_of
 from data_prep.sources.staged import Part
 from pipeline.errors import UserError
 
@@ -100,12 +101,10 @@ def _class(url: str, key: str, sample: dict) -> str:
         about = json.loads(sample["json"]) if "json" in sample else None
         if isinstance(about, dict):
             for name in _NAMES:
-                if isinstance(about.get(name), str | int):
-                    return str(about[name])
+                if isinstance(about.get(name), str | int | float):
+                    return class_of(about[name])
         if "cls" in sample:
-            return sample["cls"].decode().strip()
+            return class_of(sample["cls"].decode())
     except ValueError as error:
         raise UserError(f"{url}: the class of {key} cannot be read ({error})", "write it as text or JSON in UTF-8") from None
-    raise UserError(
-        f"{url}: {key} must have a class: a .cls, or a .json with one of {', '.join(_NAMES)}", "pass a labelled split"
-    )
+    return NoClass(f"no .cls, and no .json with one of {', '.join(_NAMES)}")

@@ -171,7 +171,8 @@ def find_manifest(folder: Path) -> Path:
             "run the same sharding command again, which writes the missing shards",
         )
     if _holds_images(folder):
-        remedy = f"write shards of it with pervit shard --source {folder} --output DIR"
+        first = "move its images into a folder for each class, then " if _holds_images(folder, depth=1) else ""
+        remedy = f"{first}write shards of it with pervit shard --source {folder} --output DIR"
         raise UserError(f"{folder} is a folder of images, not a shard set: it has no {MANIFEST}", remedy)
     raise UserError(f"{path} is missing: the folder is not a shard set", f"write the shards with {SHARDER}")
 

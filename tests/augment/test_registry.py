@@ -154,7 +154,7 @@ def test_an_augmentation_needs_its_own_file_only(
 def test_streams_of_random_numbers_are_apart() -> None:
     """Guards against two augmentations that draw the same numbers, and a name that falls on a number in use."""
     numbers = [stream_number(kind.stream) for kind in augment._all()]
-    assert len(set(numbers)) == len(numbers) == 4
+    assert len(set(numbers)) == len(numbers) >= 4
     assert all(256 <= stream_number(name) < 1 << 16 for name in ("channel_swap", "random_gain", "", "x" * 99))
     assert max(Stream) < 256 and stream_number(Stream.ERASING) == 6 and stream_number("channel_swap") == 43_039
     places = Places(7, np.zeros(5), np.arange(5), np.arange(5), 1)

@@ -13,7 +13,7 @@ from pipeline.errors import UserError
     [
         (
             {"name": "sgd"},
-            "optim.name must be 'adamw', 'lamb', 'muon' or a class as 'module:Class', got 'sgd'.",
+            " or a class as 'module:Class', got 'sgd'.",
         ),
         ({"layer_decay": 0}, "optim.layer_decay must be positive, got 0."),
         ({"layer_decay": 1.5}, "optim.layer_decay must be at most 1, got 1.5."),

@@ -137,7 +137,12 @@ def test_refuses_what_it_would_spoil_or_cannot_use(digits_images: Path, copied_s
     assert "already holds 4 train shards of another data set" in error("--source", digits_images, "--output", copied_shards)
 
     (tmp_path / "empty" / "class_a").mkdir(parents=True)
+    for name in ("class_a/1.HEIC", "2.gif"):
+        (tmp_path / "empty" / name).touch()
     output = tmp_path / "new"
-    assert "must have at least 1 image, got 0 in 1 class folders" in error("--source", tmp_path / "empty", "--output", output)
+    assert (
+        "must have at least 1 image of its train split, got 0 in 1 class folder, and 2 other files (1 .gif, 1 .heic): pass"
+        in error("--source", tmp_path / "empty", "--output", output)
+    )
     assert "does not exist" in error("--source", tmp_path / "nowhere", "--output", output)
     assert "--workers must be at least 1, got 0" in error("--source", digits_images, "--output", output, "--workers", 0)

@@ -87,8 +87,8 @@ def test_a_damaged_zip_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret.zip").write_bytes(content)
     with pytest.raises(UserError, match="secret.zip must not be encrypted, got 1 encrypted members"):
         open_sources(tmp_path / "secret.zip")
-    with pytest.raises(UserError, match="must have at least 1 image of its train split, got 0 in 0 class folders"):
-        open_sources(write_zip(tmp_path / "flat.zip", {"a.jpg": jpeg(1)}))
+    with pytest.raises(UserError, match="must have at least 1 image of its train split, got 0 in 0 class folders, and 1 other"):
+        open_sources(write_zip(tmp_path / "none.zip", {"a.txt": b"x"}))
 
 
 def test_cifar_keeps_every_pixel_and_label(tmp_path: Path) -> None:
@@ -247,13 +247,14 @@ def test_folders_within_a_class_are_read_and_what_is_ignored_is_counted_by_endin
     assert [looked_at.key(number) for number in range(len(looked_at))] == [image.name for image in read]
 
 
-def test_an_empty_class_folder_is_refused(tmp_path: Path) -> None:
-    """Guards against a class that no image belongs to, which would shift the indices of those after it."""
-    for name in ("train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"):
+def test_a_class_folder_is_empty_only_if_no_split_has_images_of_it(tmp_path: Path) -> None:
+    """Guards against a class that no image belongs to, which would shift the indices of those after it, and against indices of one
+    split that are not the other's."""
+    for name in ("train/a/1.jpg", "train/c/1.jpg", "val/a/1.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(jpeg(1))
-    assert ImageFolder(tmp_path, "val").class_names == ["a", "b"]  # b is not empty: train has it
-    (tmp_path / "val" / "c" / "later").mkdir(parents=True)
+    (tmp_path / "val" / "b" / "later").mkdir(parents=True)
     for split in ("train", "val"):
-        with pytest.raises(UserError, match=r"must have an image, got none in 1 class folder \(c\): add images, or remove"):
-            ImageFolder(tmp_path, split)
+        source = ImageFolder(tmp_path, split)
+        assert source.class_names == ["a", "c"] and source.empty == ["b"]  # c is not: train has it
+        assert ImageFolder(tmp_path, split, keep_empty=True).class_names == ["a", "b", "c"]
