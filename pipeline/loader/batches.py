@@ -113,6 +113,11 @@ class TrainBatches(Batches):
         """Micro-batches of this rank per optimizer step."""
         return self.global_batch_size // (self.batch_size * self.world_size)
 
+    def side(self, i: int) -> int:
+        """Side of the images of batch i by ``data.size_schedule``, if ``image_size`` is the model's: that of the epoch in which its step begins."""
+        first = i // self.batches_per_step * self.global_batch_size
+        return self.data.side_at(first // self.epoch_length, self.image_size)
+
     def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
         """The i-th micro-batch of this rank, counted from the start of the run. Substitutes get the random numbers of the bad samples."""
         places, valid = self._places(i)

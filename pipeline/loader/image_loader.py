@@ -239,8 +239,9 @@ class ImageLoader:
 
     def _take(self) -> ImageBatch:
         """The next batch, which has no images where other ranks have the last of the epoch."""
-        if self._loader is None:
-            self._loader = self._started()
+        side = self._config.data.side_at(self.epoch, self._config.model.image_size)
+        if self._loader is None or side != self._batches.image_size:
+            self._loader = self._started(side)
         batch = next(self._loader)
         self._number += 1
         self._next = self._batches.place(self._number)[:2]
@@ -262,10 +263,11 @@ class ImageLoader:
         there = [torch.from_numpy(labels).to(self._device) for labels in (own, own[mixed[-1]] if mixed else own)]
         return there[0], there[1], batch.weight
 
-    def _started(self) -> Loader[EpochBatches]:
+    def _started(self, side: int) -> Loader[EpochBatches]:
+        self._stop()
         data, (epoch, begin) = self._config.data, self._next
         decode, form = usable_decoding(data.decode, self._batches.shards, World(0, 1, self._device, self._threads))
-        self._batches, self._number = replace(self._batches, epoch=epoch, begin=begin), 0
+        self._batches, self._number = replace(self._batches, image_size=side, epoch=epoch, begin=begin), 0
         return Loader(self._batches, data, self._device, self._threads, bad=self._bad, decode=decode, form=form)
 
     def _stop(self) -> None:
