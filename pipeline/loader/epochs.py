@@ -29,16 +29,8 @@ class EpochBatches(TrainBatches):
     begin: int = 0  # position in this epoch
     drop_last: bool = False  # leave out the last step of an epoch if it is incomplete
     shuffle: bool = True  # False: samples in the set's own order
-    augmented: bool = True  # False: the centre crop of an evaluation
+    centred: bool = False  # True: the centre crop of an evaluation; for data of the default crop and filter
     weights: Weights | None = None  # None: each sample once
-
-    @property
-    def crop_pad(self) -> int:
-        return super().crop_pad if self.augmented else 0
-
-    @property
-    def chosen_filters(self) -> bool:
-        return self.augmented and super().chosen_filters
 
     def steps(self, begin: int) -> list[int]:
         """Images of each step of an epoch from a position on."""
@@ -89,9 +81,9 @@ class EpochBatches(TrainBatches):
         return Places(self.seed, np.full_like(slot, epoch), position, number, placing.mixing_distance), own < end
 
     def _geometry(self, samples: np.ndarray, places: Places) -> Geometry:
-        if self.augmented:
-            return super()._geometry(samples, places)
-        return eval_geometry(samples["height"], samples["width"], self.image_size, self.data.eval_crop)
+        if self.centred:
+            return eval_geometry(samples["height"], samples["width"], self.image_size, self.data.eval_crop)
+        return super()._geometry(samples, places)
 
     def _sample_at(self, position: np.ndarray, epoch: np.ndarray) -> np.ndarray:
         place = position // self.augment.repeats

@@ -100,6 +100,8 @@ class ImageLoader:
             ``data.max_bad_samples``.
     """
 
+    sampler = None  # timm's training script asks a DataLoader for it
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -145,7 +147,7 @@ class ImageLoader:
             EpochBatches.of_run(shards, config, rank, ranks),
             drop_last=drop_last,
             shuffle=shuffle,
-            augmented=augment is not None,
+            centred=augment is None,
             weights=weights,
         )
         steps = self._batches.steps(0)
@@ -305,6 +307,8 @@ def _config(tree: dict[str, Any], augment: str | Mapping[str, Any] | Config | No
     if isinstance(augment, Config):
         data = {**augment.data.model_dump(mode="json"), "mix": {}, **data}
         augment = augment.augment.model_dump(mode="json")
+    if augment is None:
+        data = {**data, "train_crop": "random_resized", "train_interpolation": "bicubic"}
     return config_from_dict({**tree, "data": {**data, **tree["data"]}, "augment": dict(augment or {})}, source="ImageLoader")
 
 

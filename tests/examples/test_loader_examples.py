@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from examples.loader import plain
@@ -18,3 +19,34 @@ def test_a_plain_loop_goes_on_where_it_stopped(digits_shards: Path, tmp_path: Pa
     assert plain.main([*command, *SIZE, "--epochs", "1"]) == (1438 - 480, 1)
     assert torch.load(tmp_path / "state.pt", weights_only=True)[2]["position"] == 0
     assert plain.main([*command, *SIZE, "--epochs", "1"]) == (0, 1)
+
+
+def test_accelerate_goes_on_where_it_stopped(digits_shards: Path, tmp_path: Path) -> None:
+    """Guards against a place in the epoch that accelerate does not save, or that its loop does not go on from."""
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+    from examples.loader import with_accelerate
+
+    command = [str(digits_shards), "--folder", str(tmp_path / "state"), *SIZE, "--epochs", "1"]
+    assert with_accelerate.main([*command, "--steps", "10"]) == (480, 0)
+    assert with_accelerate.main(command) == (1438 - 480, 1)
+    assert with_accelerate.main(command) == (0, 1)
+
+
+def test_lightning_goes_on_where_it_stopped(digits_shards: Path, tmp_path: Path) -> None:
+    """Guards against a checkpoint of Lightning's without the loader's place."""
+    pytest.importorskip("lightning", reason="needs lightning: pip install lightning")
+    from examples.loader import with_lightning
+
+    command = [str(digits_shards), "--folder", str(tmp_path / "checkpoints"), *SIZE]
+    assert with_lightning.main([*command, "--steps", "10"]) == 480
+    assert with_lightning.main([*command, "--epochs", "1"]) == 1438 - 480
+    assert with_lightning.main([*command, "--epochs", "2"]) == 1438
+
+
+def test_timm_trains(digits_shards: Path) -> None:
+    """Guards against targets that timm's loss does not take, and against a loader that its script cannot use."""
+    pytest.importorskip("timm", reason="needs the extra timm")
+    from examples.loader import with_timm
+
+    seen, loss = with_timm.main([str(digits_shards), *SIZE, "--model", "test_resnet", "--epochs", "1"])
+    assert seen == 1438 and 0 < loss < 5
