@@ -179,6 +179,7 @@ class ImageLoader:
         return self._length
 
     def __iter__(self) -> Iterator[ImageBatch]:
+        """The rest of the epoch. Several iterators take turns: there is one stream."""
         self._check_open()
         return self._rest_of_epoch()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from examples.loader import plain
+from support.launching import REPOSITORY
 
 SIZE = ("--image-size", "32", "--batch-size", "48")
 
@@ -19,6 +21,19 @@ def test_a_plain_loop_goes_on_where_it_stopped(digits_shards: Path, tmp_path: Pa
     assert plain.main([*command, *SIZE, "--epochs", "1"]) == (1438 - 480, 1)
     assert torch.load(tmp_path / "state.pt", weights_only=True)[2]["position"] == 0
     assert plain.main([*command, *SIZE, "--epochs", "1"]) == (0, 1)
+
+
+def test_the_page_runs(digits_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against examples in docs/loader.md that do not run as they stand."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "digits").symlink_to(digits_shards)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "loader.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, {})
+    state = torch.load("state.pt", weights_only=True)[2]
+    assert (state["epoch"], state["position"], state["stream"]["seed"]) == (2, 0, 3)
 
 
 def test_accelerate_goes_on_where_it_stopped(digits_shards: Path, tmp_path: Path) -> None:
