@@ -155,6 +155,25 @@ def test_ranks_keep_pace_and_share_what_is_left(augment: dict, digits_shards: Pa
                 assert ranks[0].place(len(steps)) == (3, 0, ranks[0].steps(0)[0])
 
 
+@pytest.mark.parametrize(("epoch", "begin"), [(0, 0), (1, 0), (1, 700)])
+def test_the_disk_is_told_of_blocks_from_any_place_on(epoch: int, begin: int, digits_shards: Path) -> None:
+    """Guards against blocks that are announced late, or all blocks from the first epoch on where a state is loaded in a later one."""
+    data = {"order": "block", "block_size": 50, "window_blocks": 4}
+    (loader,) = ranks_of(digits_shards, 1, 48, data=data)
+    batches = replace(loader._batches, epoch=epoch, begin=begin)
+    loader.close()
+    announced: set[int] = set()
+    first = batches.request(0).index
+    for i in range(60):
+        for start, count in batches.coming_blocks(i):
+            announced |= set(range(start, start + count))
+        if i == 0:
+            assert len(announced) <= 450, "one window, and what is left over at the end of the set"
+        if i >= 9:  # the window that it begins in comes unannounced, and the last one is longer
+            assert announced.issuperset(batches.request(i).index.tolist()), i
+    assert len(np.unique(first)) == 48
+
+
 def test_memory_threads_and_descriptors_stay_flat_and_are_given_back(digits_shards: Path) -> None:
     """Guards against a loader that grows with its batches or its restarts, and against one that keeps files open when it is closed."""
     process = psutil.Process()
