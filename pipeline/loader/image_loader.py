@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -143,18 +144,11 @@ class ImageLoader:
         weights = None if sampling is None else _weights(sampling, shards, self._labels)
         if weights and (shards.mixture or config.data.order == "block" or not shuffle):
             raise UserError("sampling requires shuffle=True, data.order=full and no data.mix", "leave one of them out")
-        self._batches = replace(
-            EpochBatches.of_run(shards, config, rank, ranks),
-            drop_last=drop_last,
-            shuffle=shuffle,
-            centred=augment is None,
-            weights=weights,
-        )
+        batches = EpochBatches.of_run(shards, config, rank, ranks)
+        self._batches = replace(batches, weights=weights, drop_last=drop_last, shuffle=shuffle, centred=augment is None)
         steps = self._batches.steps(0)
         if not steps:
-            raise UserError(
-                f"drop_last=True leaves no batch of an epoch of {self._batches.epoch_length} images", "leave it out"
-            )
+            raise UserError(f"drop_last=True leaves none of an epoch's {self._batches.epoch_length} images", "leave it out")
         self._length = sum(first < end for first, end in map(self._batches.share, steps))
         self._stream = {
             "data": shards.identity(),
@@ -198,17 +192,19 @@ class ImageLoader:
             UserError: it is no such state, or that of another set, seed or order.
         """
         self._check_open()
-        given = state if isinstance(state, Mapping) else {}
-        place, stream = (given.get("epoch"), given.get("position")), given.get("stream")
-        counts = [part for part in place if type(part) is int and part >= 0]
-        if len(counts) < 2 or counts[1] >= self._batches.epoch_length or not isinstance(stream, Mapping):
-            raise UserError(f"the state must be one of ImageLoader.state_dict(), got {state!r:.80}", "load one that was saved")
-        for key, own in self._stream.items():
-            if stream.get(key) != own:
-                difference = f"with {key} {own!r:.200}, got {stream.get(key)!r:.200}"
-                raise UserError(f"the state must be of a loader {difference}", "make this one as that one was made")
+        try:
+            epoch, position, stream = (state[key] for key in ("epoch", "position", "stream"))
+            differs = [
+                f"{key} {own!r:.200}, got {stream[key]!r:.200}" for key, own in self._stream.items() if stream[key] != own
+            ]
+            if min(epoch, position) < 0 or not differs and position >= self._batches.epoch_length:
+                raise ValueError
+        except (TypeError, KeyError, ValueError):
+            raise UserError(f"the state must be one of state_dict(), got {state!r:.80}", "load one that was saved") from None
+        if differs:
+            raise UserError(f"the state must be of a loader with {differs[0]}", "make this one as that one was made")
         self._stop()
-        self._next = counts[0], counts[1]
+        self._next = int(epoch), int(position)
 
     @property
     def random_access(self) -> RandomAccess:
@@ -251,9 +247,9 @@ class ImageLoader:
         self.bad_samples.update(self._bad.take_unreported())
         count = int(batch.request.valid.sum())  # the first ones
         images, (own, other, weight) = batch.images[:count], (part[:count] for part in self._targets(batch))
+        mix = partial(_mixed, own, other, weight, self._classes)
         if self._transform and count:
             images = self._transform(images)
-        mix = partial(_mixed, own, other, weight, self._classes)
         return ImageBatch((images, mix() if self._mixed_targets else own), samples=batch.request.index[:count], _mix=mix)
 
     def _targets(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -294,9 +290,7 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None and world_size is None:
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else rank_and_size()
     if rank is None or world_size is None or not 0 <= rank < world_size:
-        raise UserError(
-            f"rank must be from 0 to world_size - 1, got {rank} with world_size {world_size}", "pass both or neither"
-        )
+        raise UserError(f"rank must be from 0 to world_size - 1, got {rank} of {world_size}", "pass both or neither")
     return rank, world_size
 
 
@@ -329,13 +323,10 @@ def _weights(sampling: Any, shards: ShardSet | MixedSet, labels: np.ndarray | No
 
 def _array(name: str, values: Any, samples: int, ndims: tuple[int, ...]) -> np.ndarray:
     """Numbers for all samples, int64 or float32."""
-    try:
+    given = np.empty(0)
+    with suppress(ValueError):  # lists of several lengths
         given = np.asarray(values)
-    except ValueError:  # lists of several lengths
-        given = np.empty(0, dtype=object)
     if given.ndim not in ndims or len(given) != samples or given.dtype.kind not in "biuf" or not given.size:
-        wanted = f"{samples} rows of numbers, one for each sample"
-        raise UserError(
-            f"{name} must have {wanted}, got {given.dtype} of shape {given.shape}", "order them as the set's samples"
-        )
+        problem = f"{name} must have numbers for each of {samples} samples, got {given.dtype} of shape {given.shape}"
+        raise UserError(problem, "order them as the samples of the set")
     return given.astype(np.float32 if given.dtype.kind == "f" else np.int64)

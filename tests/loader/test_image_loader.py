@@ -324,15 +324,15 @@ def test_random_access(digits_shards: Path, copied_shards: Path) -> None:
         ({"augment": {"mixup": 0.5}, "batch_size": 12}, "augment.mix_group must divide"),
         ({"augment": {"mixupp": 0.5}}, "mixupp"),
         ({"augment": "deit_z"}, "deit_z"),
-        ({"rank": 2, "world_size": 2}, "rank must be from 0 to world_size - 1, got 2 with world_size 2"),
-        ({"rank": 2}, "rank must be from 0 to world_size - 1, got 2 with world_size None: pass both or neither"),
+        ({"rank": 2, "world_size": 2}, "rank must be from 0 to world_size - 1, got 2 of 2"),
+        ({"rank": 2}, "rank must be from 0 to world_size - 1, got 2 of None: pass both or neither"),
         ({"split": "test"}, "the split must be one of"),
-        ({"drop_last": True, "batch_size": 2000}, "drop_last=True leaves no batch of an epoch of 1438 images"),
+        ({"drop_last": True, "batch_size": 2000}, "drop_last=True leaves none of an epoch's 1438 images"),
         ({"threads": 0}, "data.num_threads"),
-        ({"labels": [1, 2]}, "labels must have 1438 rows of numbers, one for each sample, got int64 of shape (2,)"),
+        ({"labels": [1, 2]}, "labels must have numbers for each of 1438 samples, got int64 of shape (2,)"),
         ({"labels": np.zeros(SAMPLES), "sampling": "balanced"}, "sampling='balanced' requires labels"),
         ({"sampling": np.full(SAMPLES, -1)}, "sampling must be weights of at least 0"),
-        ({"sampling": "even"}, "sampling must have 1438 rows"),
+        ({"sampling": "even"}, "sampling must have numbers for each"),
         ({"sampling": "balanced", "shuffle": False}, "sampling requires shuffle=True"),
         ({"data": {"size": 3}}, "unknown key 'data.size'"),
     ],
@@ -353,9 +353,9 @@ def test_a_state_of_another_loader_is_refused(digits_shards: Path, monkeypatch: 
     other = ImageLoader(digits_shards, batch_size=16, augment={}, seed=3, **SMALL)
     for state, said in (
         (other.state_dict(), "the state must be of a loader with seed 0, got 3"),
-        ({**loader.state_dict(), "position": SAMPLES}, "the state must be one of ImageLoader.state_dict"),
-        ({"epoch": -1, "position": 0, "stream": {}}, "the state must be one of ImageLoader.state_dict"),
-        ("x", "the state must be one of ImageLoader.state_dict(), got 'x'"),
+        ({**loader.state_dict(), "position": SAMPLES}, "the state must be one of state_dict"),
+        ({"epoch": -1, "position": 0, "stream": {}}, "the state must be one of state_dict"),
+        ("x", "the state must be one of state_dict(), got 'x'"),
     ):
         with pytest.raises(UserError) as error:
             loader.load_state_dict(state)
