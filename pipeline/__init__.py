@@ -8,8 +8,12 @@ from pipeline.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipeline.inference.trained import load as load
+    from pipeline.loader.image_loader import ImageBatch as ImageBatch
+    from pipeline.loader.image_loader import ImageLoader as ImageLoader
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, **{"inference.trained": "load"})
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__, **{"inference.trained": "load", "loader.image_loader": "ImageBatch ImageLoader"}
+)
 
 # PyTorch 2.13 replaces some products, such as one of a column and a row, by Triton kernels of its own, read when it is imported. On a
 # machine without a C compiler or Python.h these end a backward pass, and they round unlike the products of a machine without Triton.

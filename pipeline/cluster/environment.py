@@ -54,6 +54,16 @@ def read_place() -> Place:
     return Place(rank, size, local_rank, local_size, min(usable, share))
 
 
+def rank_and_size() -> tuple[int, int]:
+    """RANK and WORLD_SIZE, as a launcher such as torchrun sets them; 0 and 1 without them. Sets nothing. Raises as :func:`read_place`."""
+    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
+        return 0, 1
+    if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]:
+        raise UserError(f"RANK and WORLD_SIZE must both be set, but {missing[0]} is not", "set both, or neither")
+    size = _integer("WORLD_SIZE", 1)
+    return _integer("RANK", 0, size - 1), size
+
+
 def job_secret() -> bytes:
     """The job's secret, 32 bytes. The launcher draws it for each start; it appears in no log, file or message.
 

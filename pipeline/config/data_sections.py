@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config.values import MAX_BATCH, Aspect, Count, Deviation, Mean, Section, Share, Text, shown
+from pipeline.config.values import MAX_BATCH, MAX_SIDE, Aspect, Count, Deviation, Mean, Section, Share, Text, shown
 
 
 class DataConfig(Section):
@@ -37,6 +37,8 @@ class DataConfig(Section):
     """Unreadable or damaged images to tolerate: training substitutes a neighbour, evaluation skips them; one more stops the run."""
     train_crop: Literal["random_resized", "simple"] = "random_resized"
     """random_resized: a random part of the image (crop_scale, crop_ratio), resized. simple: the short side resized to image_size, 4 pixels mirrored at each border, a random square of it (DeiT III)."""
+    size_schedule: list[tuple[Count, Annotated[int, Field(ge=5, le=MAX_SIDE)]]] = []
+    """Progressive resolution: pairs of an epoch, 0 for the first, and the side of training images from it on, in pixels, such as [[0, 128], [30, 176], [60, 224]]. Before the first pair and in evaluations the side is model.image_size, which is the largest. For models that take images of any size."""
     crop_scale: tuple[Share, Share] = (0.08, 1.0)
     """Area of the random crop as a fraction of the image."""
     crop_ratio: tuple[Aspect, Aspect] = (3 / 4, 4 / 3)
@@ -60,7 +62,14 @@ class DataConfig(Section):
                 raise ValueError(f"must have a number as the weight of {folder!a:.80}, got {shown(weight)}")
         return mix
 
+    def side_at(self, epoch: int, image_size: int) -> int:
+        """The side of training images in an epoch, pixels; ``image_size`` is the model's."""
+        return next((side for begin, side in reversed(self.size_schedule) if begin <= epoch), image_size)
+
     def misfits(self) -> Iterator[str]:
+        epochs = [epoch for epoch, _ in self.size_schedule]
+        if epochs != sorted(set(epochs)):
+            yield f"data.size_schedule must have each epoch once, in ascending order, got {epochs}"
         if self.path in self.mix:
             yield f"data.mix must not hold data.path, which has weight 1, got {self.path!a:.80}: remove it from data.mix"
         for name in ("crop_scale", "crop_ratio"):

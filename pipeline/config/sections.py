@@ -126,6 +126,10 @@ class Config(Section):
         train, side, classes, group = self.train, self.model.image_size, self.model.num_classes, self.augment.unit
         if self.data.train_crop == "simple" and side < 5:
             yield f"model.image_size must be at least 5 with data.train_crop=simple, which mirrors 4 pixels at each border, got {side}"
+        if (largest := max((size for _, size in self.data.size_schedule), default=0)) > side:
+            yield f"data.size_schedule must have sides of at most model.image_size {side}, got {largest}: raise model.image_size"
+        if largest and train.compile == "graphs":
+            yield "data.size_schedule requires another train.compile than graphs, whose images have one size: set train.compile=model"
         if train.loss == "bce" and train.bce_threshold is not None:
             # Targets of a class that an image shows, and of one that it does not.
             absent, present = train.label_smoothing / classes, 1 - train.label_smoothing + train.label_smoothing / classes

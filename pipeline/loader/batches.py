@@ -12,16 +12,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from pipeline.augment import Augmentation, BatchRequest, Places, active, crop
-from pipeline.augment.crop import eval_geometry, simple_geometry, train_geometry
+from pipeline.augment.crop import Geometry, eval_geometry, simple_geometry, train_geometry
 from pipeline.config import AugmentConfig, Config, DataConfig
 from pipeline.stream.order import Blocks, Placing, block_sample_at, blocks_of_window, count_windows, epoch_length, sample_at
 from pipeline.stream.philox import Stream
 from pipeline.stream.samples import Samples, images_per_epoch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class TrainBatches(Batches):
     substitutes_count: ClassVar[bool] = True
 
     @classmethod
-    def of_run(cls, shards: Samples, config: Config, rank: int = 0, world_size: int = 1) -> TrainBatches:
+    def of_run(cls, shards: Samples, config: Config, rank: int = 0, world_size: int = 1) -> Self:
         return cls(
             shards=shards,
             seed=config.seed,
@@ -84,7 +87,7 @@ class TrainBatches(Batches):
         )
 
     @classmethod
-    def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> TrainBatches:
+    def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> Self:
         """The batches of a run in one process, without accumulation."""
         return replace(cls.of_run(shards, config), global_batch_size=batch_size, batch_size=batch_size)
 
@@ -110,31 +113,26 @@ class TrainBatches(Batches):
         """Micro-batches of this rank per optimizer step."""
         return self.global_batch_size // (self.batch_size * self.world_size)
 
+    def side(self, i: int) -> int:
+        """Side of the images of batch i by ``data.size_schedule``, if ``image_size`` is the model's: that of the epoch in which its step begins."""
+        first = i // self.batches_per_step * self.global_batch_size
+        return self.data.side_at(first // self.epoch_length, self.image_size)
+
     def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
         """The i-th micro-batch of this rank, counted from the start of the run. Substitutes get the random numbers of the bad samples."""
-        step, slot = self._slots(i)
-        epoch, position = np.divmod(self._placing.positions(step, slot), self.epoch_length)
-        index = self._sample_at(position, epoch)
+        places, valid = self._places(i)
+        index = self._sample_at(places.position, places.epoch)
         if replacement:
             index = np.array([replacement.get(sample, sample) for sample in index.tolist()])
         samples = self.shards.samples[index]
-        number = step * self.global_batch_size + slot
-        places = Places(self.seed, epoch, position, number, self._placing.mixing_distance)
-
-        data, sides = self.data, (samples["height"], samples["width"])
-        numbers = places.uniforms(Stream.CROP_AND_FLIP, crop.UNIFORMS_PER_SAMPLE)
-        if data.train_crop == "simple":
-            geometry = simple_geometry(*sides, numbers, self.image_size, data.flip)
-        else:
-            geometry = train_geometry(*sides, numbers, self.image_size, data.crop_scale, data.crop_ratio, data.flip)
         bilinear = None
         if self.chosen_filters:
             count = 1 + sum(augmentation.filters for augmentation in self.augmentations)
-            share = crop.BILINEAR_SHARE[data.train_interpolation]
+            share = crop.BILINEAR_SHARE[self.data.train_interpolation]
             bilinear = places.uniforms(Stream.INTERPOLATION, count) < share
         draws = {augmentation: augmentation.draw(places) for augmentation in self.augmentations}
-        label, valid = samples["label"].astype(np.int64), np.ones(len(index), dtype=bool)
-        return BatchRequest(index, label, epoch, position, valid, geometry, bilinear, draws)
+        geometry, label = self._geometry(samples, places), samples["label"].astype(np.int64)
+        return BatchRequest(index, label, places.epoch, places.position, valid, geometry, bilinear, draws)
 
     def coming_blocks(self, i: int) -> list[tuple[int, int]]:
         """In block order, when batch i is the first to reach into a window: the runs that the next window reads."""
@@ -144,20 +142,15 @@ class TrainBatches(Batches):
         last_place = (self.epoch_length - 1) // self.augment.repeats  # an epoch with repeats does not reach every sample
         windows = min(last_place // blocks.window_samples, count_windows(size, blocks) - 1) + 1  # that an epoch reaches
 
-        def reached(batch: int) -> tuple[int, int]:  # epoch and place of the last image that it, or its step, reads
-            step, slot = self._slots(batch)
-            last = self.global_batch_size - 1 if self._placing.spreads else int(slot[-1])
-            epoch, position = divmod(step * self.global_batch_size + last, self.epoch_length)
-            return epoch, position // self.augment.repeats
-
+        before, now = self._reached(i - 1), self._reached(i)
+        assert now is not None
         if self.shards.mixture:
-            before = reached(i - 1) if i else None
-            return self.shards.mixture.coming_runs(before, reached(i), self.seed, blocks)
+            return self.shards.mixture.coming_runs(before, now, self.seed, blocks)
 
         def window(place: tuple[int, int]) -> int:  # its number in the run
             return place[0] * windows + min(place[1] // blocks.window_samples, windows - 1)
 
-        coming = range(window(reached(i - 1)) + 2 if i else 1, window(reached(i)) + 2)
+        coming = range(window(before) + 2 if before else 1, window(now) + 2)
         return [
             run for number in coming for run in blocks_of_window(number % windows, number // windows, size, self.seed, blocks)
         ]
@@ -169,6 +162,30 @@ class TrainBatches(Batches):
     @property
     def _blocks(self) -> Blocks | None:
         return Blocks(self.data.block_size, self.data.window_blocks) if self.data.order == "block" else None
+
+    def _reached(self, i: int) -> tuple[int, int] | None:
+        """Epoch and place of the last image that batch i, or its step, reads; None before the first batch."""
+        if i < 0:
+            return None
+        step, slot = self._slots(i)
+        last = self.global_batch_size - 1 if self._placing.spreads else int(slot[-1])
+        epoch, position = divmod(step * self.global_batch_size + last, self.epoch_length)
+        return epoch, position // self.augment.repeats
+
+    def _places(self, i: int) -> tuple[Places, np.ndarray]:
+        """The places of the images of batch i, and which of them count: (B,) bool."""
+        step, slot = self._slots(i)
+        epoch, position = np.divmod(self._placing.positions(step, slot), self.epoch_length)
+        number = step * self.global_batch_size + slot
+        return Places(self.seed, epoch, position, number, self._placing.mixing_distance), np.ones(len(slot), dtype=bool)
+
+    def _geometry(self, samples: np.ndarray, places: Places) -> Geometry:
+        """Crop and flip of images with (B,) rows of the sample table."""
+        data, sides = self.data, (samples["height"], samples["width"])
+        numbers = places.uniforms(Stream.CROP_AND_FLIP, crop.UNIFORMS_PER_SAMPLE)
+        if data.train_crop == "simple":
+            return simple_geometry(*sides, numbers, self.image_size, data.flip)
+        return train_geometry(*sides, numbers, self.image_size, data.crop_scale, data.crop_ratio, data.flip)
 
     def _slots(self, i: int) -> tuple[int, np.ndarray]:
         """Step of the i-th micro-batch, and its slots in the step's global batch: (B,) int64."""

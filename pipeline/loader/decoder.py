@@ -63,7 +63,8 @@ class Decoder:
 
     def close(self) -> None:
         """Free the pipeline's memory, on the GPU too. No batch may be asked for afterwards."""
-        vars(self).pop("_pipeline", None)  # gone already where a batch with bad samples could not be read again
+        for part in ("_pipeline", "_reader"):  # the first is gone where a batch with bad samples could not be read again
+            vars(self).pop(part, None)  # the second has the files open, and DALI keeps this object until a garbage collection
         if self._form != CPU:
             ReleaseUnusedMemory()
 

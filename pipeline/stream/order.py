@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.stream.philox import Stream, random_words
+from pipeline.stream.philox import Stream, random_words, uniforms
 
 _ROUNDS = 8  # even, so that halves of unequal width end up in their original places
 _EPOCH_UNIT = 256  # repeated augmentation rounds an epoch down to a multiple of this, as RASampler does
+_GOLDEN = (5**0.5 - 1) / 2
 _SALT_SHIFT = np.uint64(36)  # the counter holds a half (at most 32 bits), the round number (3 bits), and above them the salt
 
 
@@ -58,6 +59,34 @@ def sample_at(
         value[outside] = _feistel(*walking, bits - low_bits, low_bits, seed, stream)
         outside = outside[value[outside] >= size]
     return value.astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """How often an epoch of n images shows each of n samples, and in which order.
+
+    Systematic sampling, shuffled: a sample that is due 2.3 times comes two or three times in every epoch, and neighbours that are due once
+    together once. Where an epoch begins among them follows the golden ratio, so that none waits long for its turn. With equal weights the
+    order is that of :func:`sample_at`.
+    """
+
+    ends: np.ndarray  # (n,) float64: where each sample's part of [0, n) ends; infinity where only weights of 0 follow
+    samples: np.ndarray  # (n,) int64: whose parts they are
+
+    @classmethod
+    def of(cls, weights: np.ndarray, samples: np.ndarray | None = None) -> Weights:
+        """Of (n,) weights of at least 0; ``samples`` orders them, so that those of a group are neighbours."""
+        samples = np.arange(len(weights)) if samples is None else samples
+        ends = np.cumsum(weights[samples], dtype=np.float64)
+        ends = ends * (len(ends) / ends[-1])
+        return cls(np.where(ends >= ends[-1], np.inf, ends), samples)
+
+    def sample_at(self, position: np.ndarray, epoch: np.ndarray, seed: int) -> np.ndarray:
+        """The sample at each position of an epoch; arguments and result as for :func:`sample_at`."""
+        place = sample_at(position, epoch, len(self.ends), seed)
+        begin = uniforms(Stream.WEIGHTED_ORDER, seed, np.zeros(1), np.zeros(1), 1)[0, 0]
+        shift = (begin + epoch * _GOLDEN) % 1.0
+        return self.samples[np.searchsorted(self.ends, place + shift, side="right")]
 
 
 def block_sample_at(position: np.ndarray, epoch: np.ndarray, size: int, seed: int, blocks: Blocks) -> np.ndarray:
@@ -126,6 +155,7 @@ class Placing:
     repeats: int  # R, views of an image
     epoch_length: int  # positions per epoch, :func:`epoch_length`
     group: int  # images that are mixed with each other; 1: none
+    begin: int = 0  # position in the stream at which step 0 begins
 
     @property
     def spreads(self) -> bool:
@@ -139,10 +169,10 @@ class Placing:
     def positions(self, step: int, slot: np.ndarray) -> np.ndarray:
         """The positions in the stream that stand at slots, (n,) int64 in [0, G), of a step's global batch.
 
-        Over all slots they are those from ``step * G`` to ``(step + 1) * G - 1``.
+        Over all slots they are those from ``begin + step * G`` to ``begin + (step + 1) * G - 1``.
         """
         size, views, length = self.global_batch_size, self.repeats, self.epoch_length
-        first = step * size
+        first = self.begin + step * size
         if not self.spreads:
             return first + slot
         epochs = np.arange(first // length, (first + size - 1) // length + 1, dtype=np.int64) * length  # their beginnings

@@ -38,6 +38,7 @@ class Stream(IntEnum):
     INTERPOLATION = 10  # bicubic or bilinear, for the crop and RandAugment
     THREE_AUGMENT = 11  # and colour jitter
     MIX_ORDER = 12  # data.mix: order of an epoch over all sets, and the seeds of the sets' own orders
+    WEIGHTED_ORDER = 13  # weighted samples: where an epoch begins among their weights
 
 
 def philox4x32(counter: np.ndarray, seed: int) -> np.ndarray:

@@ -20,12 +20,13 @@ from pipeline.checkpoint.manifest import RunState
 from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.cluster.world import World
 from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitting_micro_batches
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.inference.teacher import describe_teacher, load_teacher
 from pipeline.loader.batches import TrainBatches
 from pipeline.loader.loader import CPU, GPU, Loader, decoding_device
 from pipeline.loader.probe import usable_decoding
 from pipeline.loader.reader import BadSamples
+from pipeline.loader.sizes import AnyLoader, SizedLoader
 from pipeline.loader.trial import TrialLoader, Turns
 from pipeline.logs import pictures
 from pipeline.logs.console import say_once
@@ -96,7 +97,16 @@ def check_alone(config: Config, world: World) -> None:
         accumulation_steps(config.train, world.size, config.augment.unit)
     choose_compilation(config.train, world)
     with torch.device("meta"):  # costs no memory
-        parameter_groups(model_of(config), config.optim)
+        model = model_of(config)
+        parameter_groups(model, config.optim)
+        for _, side in config.data.size_schedule:
+            try:
+                model.eval()(torch.empty(1, 3, side, side))
+            except (UserError, AssertionError) as error:  # the latter is timm's
+                problem = f"data.size_schedule requires a model that takes {side} pixels: {first_line(error)}"
+                raise UserError(problem, "choose other sides or another model") from None
+            except RuntimeError:
+                pass  # the sides were checked before: what is not implemented on this device
 
 
 def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable: bool = False) -> str:
@@ -207,29 +217,34 @@ def build(
 
 def training_loader(
     shards: ShardSet | MixedSet, settled: Settled, world: World, first_step: int, model: VisionModel
-) -> Loader[TrainBatches] | TrialLoader:
+) -> SizedLoader:
     """This process's micro-batches of a settled run, as the ``model`` takes them, from the first one after ``first_step`` steps on."""
-    config, decode, layout = settled.config, settled.decode, model.image_format
+    config, layout = settled.config, model.image_format
     image_format = torch.float32, torch.contiguous_format
     # The bits of autocast's own cast. A teacher may compute with the images before they meet a convolution.
     if layout and world.device.type == "cuda" and config.train.precision == "bf16" and not config.train.teacher:
         image_format = torch.bfloat16, layout
     batches = TrainBatches.of_run(shards, config, world.rank, world.size)
-    start = first_step * batches.batches_per_step
 
-    def open_loader(start: int | Iterator[int], decode: str, bad: BadSamples | None = None) -> Loader[TrainBatches]:
-        return Loader(batches, config.data, world.device, world.cpu_threads, start, bad, decode, settled.form, image_format)
+    def open_loader(batches: TrainBatches, start: int, before: AnyLoader | None) -> AnyLoader:
+        decode = before.decode if before else settled.decode
+        bad = before.bad if before else BadSamples(shards, config.data.max_bad_samples)
+        rest = world.device, world.cpu_threads
 
-    if decode != AUTO or world.device.type == "cpu":
-        return open_loader(start, decode)
-    turns = Turns.of_steps(start, config.data.prefetch, batches.batches_per_step)
-    say_once(
-        world,
-        f"decoding on the GPU and on the CPU in turns for {turns.total} micro-batches, to keep the faster: "
-        f"data.decode=gpu or cpu settles it",
-    )
-    bad = BadSamples(shards, config.data.max_bad_samples)
-    return TrialLoader(batches, turns, bad, open_loader, partial(keep_faster, world))
+        def opened(start: int | Iterator[int], decode: str, bad: BadSamples) -> Loader[TrainBatches]:
+            return Loader(batches, config.data, *rest, start, bad, decode, settled.form, image_format)
+
+        if decode != AUTO or world.device.type == "cpu":
+            return opened(start, decode, bad)
+        turns = Turns.of_steps(start, config.data.prefetch, batches.batches_per_step)
+        say_once(
+            world,
+            f"decoding on the GPU and on the CPU in turns for {turns.total} micro-batches, to keep the faster: "
+            f"data.decode=gpu or cpu settles it",
+        )
+        return TrialLoader(batches, turns, bad, opened, partial(keep_faster, world))
+
+    return SizedLoader(batches, first_step * batches.batches_per_step, open_loader)
 
 
 def keep_faster(world: World, seconds: dict[str, float]) -> str:

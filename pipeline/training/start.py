@@ -164,7 +164,8 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
     heartbeat.on_loss = lambda sentence, at: events.add("end", at, reason=sentence, whole=False)
     known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
     store = StoreReport(world, (data.train_set, data.val_set))
-    flops_per_image = prepared.cost.training_flops_per_image(config.train.micro_batch)
+    flops = prepared.cost.training_flops_per_image(config.train.micro_batch)
+    flops_per_image = None if config.data.size_schedule else flops  # they are of one size
     compilation = Compilation(
         settled.compile, settled.precision.name, folder, world, train_state.engine.module, train_state.objective
     )

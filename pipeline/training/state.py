@@ -16,9 +16,9 @@ from pipeline.cluster.heartbeat import Heartbeat
 from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.errors import UserError, first_line
-from pipeline.loader.batches import EvalBatches, TrainBatches
+from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Loader
-from pipeline.loader.trial import TrialLoader
+from pipeline.loader.sizes import SizedLoader
 from pipeline.logs.profiling import StepProfiler
 from pipeline.logs.run_files import RunEvents
 from pipeline.logs.run_log import RunLog
@@ -49,7 +49,7 @@ class Run:
     train_set: ShardSet | MixedSet
     train_state: TrainState
     compilation: Compilation
-    loader: Loader[TrainBatches] | TrialLoader
+    loader: SizedLoader
     val_loader: Loader[EvalBatches]
     agreement: Agreement
     saver: Saver

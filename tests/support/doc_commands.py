@@ -50,6 +50,7 @@ NEEDS = {
     **dict.fromkeys(("curl", "hf"), "a network"),
     **dict.fromkeys(("wandb", "mlflow", "trackio"), "a tracker's client, which is not part of `make install`"),
     "train.teacher=torchvision:regnet_y_16gf": "its weights",
+    "data.size_schedule=[[0, 128], [100, 176], [200, 224]]": "images of 224 pixels",
     **dict.fromkeys(
         ("model.name=timm:resnet18", "timm_swin_t", "timm:swin_tiny_patch4_window7_224"),
         "timm, which is not part of `make install`",
