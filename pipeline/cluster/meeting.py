@@ -154,9 +154,9 @@ def _reach_store(rank: int, timeout: float, agent: dist.TCPStore | None = None) 
                 probe.settimeout(_PROBE_TIMEOUT)
                 probe.connect(place)
             store = store_client(timeout)
-            if not mark or store.check([mark]):
+            if not mark or store.check([mark]) and store.add(f"{mark} {rank}", 1) == 1:
                 return store
-            raise OSError("another store is there")
+            raise OSError("of the start before")  # which still lives if torchrun's nodes restart without waiting for each other
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
                 reason = (error.strerror or "no answer") if isinstance(error, OSError) else "no answer"
