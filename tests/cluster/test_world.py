@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.cluster.environment import SECRET, is_loopback, read_place, slurm_granted_gpus
-from pipeline.cluster.meeting import _host_store, _listen, _reach_store, meet
+from pipeline.cluster.meeting import _ask, _give, _host_store, _listen, _reach_store, meet
 from pipeline.cluster.rendezvous import _why, connect, init_world
 from pipeline.cluster.world import World
 from pipeline.command_line import run_command
@@ -126,6 +127,36 @@ def test_a_secret_that_only_some_ranks_have(environment: pytest.MonkeyPatch) -> 
     with pytest.raises(UserError, match=f"{SECRET} must be one number of 64 .*, got nothing"):
         meet(1, 2, timedelta(seconds=20), on_one_machine=False)
     del store  # until here
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_the_secret_is_handed_to_this_user_alone() -> None:
+    """Guards against another user of the machine who asks for the secret of a run, or answers in place of its rank 0."""
+    name = f"\0pervit-test-{secrets.token_hex(8)}"
+    stranger = os.fork()
+    if stranger == 0:
+        os.setuid(65534)
+        with suppress(NotConnected):
+            _ask(name, 1, 2.0)
+            os._exit(1)
+        os._exit(0)
+    with pytest.raises(NotConnected, match="rank 0 waited in vain for 1 of the other ranks"):
+        _give(name, "a secret", 1, 2.0)  # until nobody has asked for so long
+    assert os.waitpid(stranger, 0)[1] == 0
+    answering = os.fork()
+    if answering == 0:
+        os.setuid(65534)
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(name)
+            listener.listen()
+            asked = listener.accept()[0]
+            with suppress(OSError):  # it may be closed already
+                asked.sendall(b"1 another secret")
+            os._exit(0)
+        os._exit(1)
+    with pytest.raises(NotConnected, match="rank 1 found no rank 0 on this machine"):
+        _ask(name, 1, 1.0)
+    assert os.waitpid(answering, 0)[1] == 0  # it was asked
 
 
 def test_who_cannot_be_reached_is_named(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
