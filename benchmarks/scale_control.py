@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import resource
 import secrets
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ import torch  # noqa: E402
 
 from pipeline.cluster import (
     heartbeat,  # noqa: E402
-    rendezvous,  # noqa: E402
+    meeting,  # noqa: E402
 )
 from pipeline.cluster.beats import Beat, Board, Status  # noqa: E402
 from pipeline.cluster.environment import SECRET  # noqa: E402
@@ -66,7 +67,7 @@ def main() -> None:
 
 def measure(size: int, seconds: float, silence: float) -> str:
     """Run rank 0 and ``size`` - 1 simulated ranks, then lose one of them; a row of the table, and the sentence that named it."""
-    with rendezvous.socket.create_server(("127.0.0.1", 0)) as probe:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), SECRET: secrets.token_hex(32)})
     context = multiprocessing.get_context("fork")
@@ -110,7 +111,7 @@ def _ask(pipe: Connection) -> tuple[float, float, float]:
 
 def _rank_0(size: int, silence: float, pipe: Connection) -> None:
     """Process: a real rank 0 that trains nothing."""
-    store = rendezvous._host_store(size, timedelta(seconds=60))
+    store = meeting._host_store(size, timedelta(seconds=60))
     pipe.send("listening")
     pipe.recv()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the sentence is printed with the table
@@ -148,7 +149,7 @@ def _load() -> tuple[float, float, float]:
 def _others(ranks: list[int], pipe: Connection) -> None:
     """Process: its share of the simulated ranks, until all have read the verdict; tells the longest beat in seconds."""
     with ThreadPoolExecutor(CONNECTING) as pool:
-        boards = dict(zip(ranks, map(Board, pool.map(lambda _: rendezvous.store_client(120), ranks)), strict=True))
+        boards = dict(zip(ranks, map(Board, pool.map(lambda _: meeting.store_client(120), ranks)), strict=True))
     pipe.send("connected")
     number, longest, last = 0, 0.0, time.monotonic()
     while boards:

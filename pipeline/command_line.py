@@ -6,7 +6,9 @@ import argparse
 import errno
 import os
 import select
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -37,6 +39,10 @@ COMMANDS = {
     "Understand": {"report": "pipeline.report", "analyze": "pipeline.analyze"},
     "Look up": {"models": "pipeline.models", "config": "pipeline.config", "flops": "pipeline.flops"},
 }
+
+
+# Whether torchrun's agent shows what this process prints beside the same of the node's first one, which gets some seconds to report it.
+SPEAKS_SECOND, _FIRST_WORD = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0", 3.0
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -79,6 +85,9 @@ def typed(module: str) -> str:
 
 
 def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
+    if SPEAKS_SECOND:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from the agent, if the first one has failed too: then all is said
+        time.sleep(_FIRST_WORD)
     if message.startswith("error: "):
         message = fitted(paint("error:", "red", sys.stderr) + message.removeprefix("error:"), sys.stderr)
     print(message, file=sys.stderr)

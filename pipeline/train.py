@@ -36,11 +36,12 @@ def main() -> int:
     )
     args = parser.parse_intermixed_args()
 
-    from pipeline.cluster.environment import StopSignal
+    from pipeline.cluster.environment import StopSignal, has_agent
 
-    # From the beginning: starting takes a while. A dry run has nothing to save, and ends at once.
+    # From the beginning: starting takes a while. A dry run has nothing to save, and ends at once; so does a rank that waits for
+    # others to connect when torchrun, which sends SIGTERM after the first failure, has lost one of them.
     stop = StopSignal()
-    with nullcontext() if args.dry_run else stop:
+    with nullcontext() if args.dry_run or has_agent() else stop:
         from pipeline.config import load_config, load_recipe
         from pipeline.logs import console
         from pipeline.models.registry import check_name

@@ -35,6 +35,8 @@ def test_a_command_is_accepted(command: Command) -> None:
         ("pervit train --config pervit_t train.epoch=1", "unknown key 'train.epoch'"),
         ("pervit train --config pervit_t model.switches.cpee=false", "cpee"),
         ("bash launch/local.sh 3 -- pipeline.train --config pervit_t", "1024"),
+        ("torchrun --nnodes 3 --nproc-per-node 8 -m pipeline.train --config pervit_t", "1024"),
+        ("accelerate launch --num_processes 2 -m pipeline.train --config pervit_t train.epoch=1", "unknown key 'train.epoch'"),
         ("sbatch --nodes=4 launch/pervit_m.slurm train.micro_batch_size=48", "1024"),
         ("sbatch --nodez=4 launch/pervit_m.slurm", "unknown options of sbatch"),
         ("sbatch launch/pervit_x.slurm", "pervit_x.slurm"),
@@ -60,7 +62,7 @@ def test_a_wrong_command_is_found(text: str, said: str) -> None:
 def test_commands_are_in_blocks_that_are_checked() -> None:
     """Guards against a command that the checks above do not see because its block is not marked as bash."""
     assert len(COMMANDS) > 30
-    programs = r"(python|bash|sbatch|make|pip|uv|source|pervit[\w-]*|curl) "
+    programs = r"(python|bash|torchrun|accelerate|sbatch|make|pip|uv|source|pervit[\w-]*|curl) "
     for document in DOCUMENTS:
         unchecked = re.sub(r"^```bash\n.*?^```", "", (REPOSITORY / document).read_text(), flags=re.DOTALL | re.MULTILINE)
         for block in re.findall(r"^```\w*\n(.*?)^```", unchecked, re.DOTALL | re.MULTILINE):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import re
 import signal
@@ -13,7 +15,7 @@ from pipeline.errors import UserError
 LAUNCHER = "PERVIT_LAUNCHER_PID"  # set by launch/local.sh, whose death sends SIGTERM to its ranks
 ALONE_SECONDS = 60  # grace period once the launcher is gone; launch/local.sh itself waits as long before it kills its ranks
 SECRET = "PERVIT_JOB_SECRET"  # name of the variable with the job's secret, see rendezvous.py
-START_WITH = "start with the repository's launch/local.sh or sbatch"
+START_WITH = "start with torchrun, or with the repository's launch/local.sh or sbatch"
 # Set by srun for each task -> read by PyTorch and DeepSpeed.
 _FROM_SRUN = {"SLURM_PROCID": "RANK", "SLURM_STEP_NUM_TASKS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK"}
 
@@ -32,18 +34,23 @@ class Place:
 def read_place() -> Place:
     """Read this process's place in its job, and set the variables that PyTorch and DeepSpeed read.
 
-    Sources, in this order: RANK and WORLD_SIZE (``launch/local.sh``), a Slurm step (``srun``), else a single process. A ``UserError``
-    names a variable that several processes need and that is missing or malformed.
+    Sources, in this order: RANK and WORLD_SIZE, a Slurm step (``srun``), else a single process. A ``UserError`` names a variable that
+    several processes need and that is missing or malformed.
     """
     _set_ranks()
     size = _integer("WORLD_SIZE", 1)
-    rank, local_rank = _integer("RANK", 0, size - 1), _integer("LOCAL_RANK", 0, size - 1)
+    rank = _integer("RANK", 0, size - 1)
     for name, alone in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         if not os.environ.get(name):
             if size > 1:
                 raise UserError(f"{name} must be set for {size} processes to find each other", START_WITH)
             os.environ[name] = alone
-    _integer("MASTER_PORT", 0, 65535)
+    _integer("MASTER_PORT", 1 if size > 1 else 0, 65535)
+    if "LOCAL_RANK" not in os.environ:
+        _derive_local_rank(rank, size)
+    local_rank = _integer("LOCAL_RANK", 0, size - 1)
+    if has_agent() and os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # torchrun gives the host's name, for which ranks listen on the network
     usable = len(os.sched_getaffinity(0))
     if "LOCAL_WORLD_SIZE" in os.environ:
         local_size = _integer("LOCAL_WORLD_SIZE", 1, size)
@@ -64,15 +71,38 @@ def rank_and_size() -> tuple[int, int]:
     return _integer("RANK", 0, size - 1), size
 
 
-def job_secret() -> bytes:
-    """The job's secret, 32 bytes. The launcher draws it for each start; it appears in no log, file or message.
+def _derive_local_rank(rank: int, size: int) -> None:
+    """Set LOCAL_RANK, in a job whose ranks are numbered node by node, and LOCAL_WORLD_SIZE."""
+    if os.environ.get("PET_NNODES") == str(size):  # a PyTorchJob of Kubernetes with one process in each pod
+        os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+    elif is_loopback(os.environ["MASTER_ADDR"]):
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(size))
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        problem = f"LOCAL_RANK must be set for {size} processes on several nodes, to 0, 1, ... on each node"
+        raise UserError(problem, f"set it, or LOCAL_WORLD_SIZE to the processes per node, or {START_WITH}")
+    os.environ["LOCAL_RANK"] = str(rank % _integer("LOCAL_WORLD_SIZE", 1, size))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the address as written is loopback: a node's own name may resolve to loopback on that node alone."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return address == "localhost"
+
+
+def has_agent() -> bool:
+    """Whether an agent of torchrun started this process. It ends the others as soon as one has failed, and starts them again."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def job_secret(text: str) -> bytes:
+    """The job's secret, 32 bytes. The launcher or rank 0 draws it for each start; it appears in no log, file or message.
 
     Raises:
         UserError: it is missing or malformed; the message does not quote it.
     """
-    text = os.environ.get(SECRET)
-    if text is None or not re.fullmatch(r"[0-9a-f]{64}", text):
-        found = "nothing" if text is None else f"{len(text)} other characters"
+    if not re.fullmatch(r"[0-9a-f]{64}", text):
+        found = f"{len(text)} other characters" if text else "nothing"
         problem = f"{SECRET} must be one number of 64 hexadecimal digits for all processes of a job, got {found}"
         raise UserError(problem, f"{START_WITH}, or set it to the output of openssl rand -hex 32 for all of them")
     return bytes.fromhex(text)
@@ -93,9 +123,8 @@ def slurm_granted_gpus() -> bool:
 def _set_ranks() -> None:
     """Set RANK, WORLD_SIZE and LOCAL_RANK, which DeepSpeed requires even for one process."""
     if "RANK" in os.environ:
-        missing = [name for name in _FROM_SRUN.values() if name not in os.environ]
-        if missing:
-            raise UserError(f"RANK requires WORLD_SIZE and LOCAL_RANK, but {missing[0]} is not set", START_WITH)
+        if "WORLD_SIZE" not in os.environ:
+            raise UserError(f"RANK {os.environ['RANK']} requires WORLD_SIZE, which is not set", START_WITH)
     elif "SLURM_STEP_ID" in os.environ and all(name in os.environ for name in _FROM_SRUN):
         for slurm_name, name in _FROM_SRUN.items():
             os.environ[name] = str(_integer(slurm_name, 0))

@@ -30,8 +30,9 @@ import torch.distributed as dist
 from pipeline.cluster import nccl
 from pipeline.cluster.beats import Beat, Board, Status, Verdict, print_now
 from pipeline.cluster.lost_ranks import BROKEN_SILENCE_LIMIT, Judge, connection_lost, silence_limit
-from pipeline.cluster.rendezvous import store_client
+from pipeline.cluster.meeting import store_client
 from pipeline.cluster.world import World
+from pipeline.command_line import SPEAKS_SECOND
 from pipeline.config import DistributedConfig
 from pipeline.errors import RANK_LOST, USER_ERROR, UserError, first_line, printable
 
@@ -203,7 +204,8 @@ class Heartbeat:
     def _announce(self, verdict: Verdict) -> None:
         """Print the first verdict, unless the main thread is about to print its own error."""
         with self._judging:
-            if self._verdict is None and self._end[0] is not Status.ENDED:
+            said = self._first.status is Status.VERDICT and SPEAKS_SECOND
+            if self._verdict is None and self._end[0] is not Status.ENDED and not said:
                 print_now(f"error: {verdict.message}")
             self._verdict = self._verdict or verdict
 

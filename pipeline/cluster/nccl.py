@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from pipeline.cluster.environment import has_agent
+
 # And the rank: a file in the run folder, as `torchfrtrace FOLDER --prefix flight-record-` reads it.
 FLIGHT_RECORD = "flight-record-"
 _RECORD_SECONDS = 10.0  # to write one, which takes milliseconds; then the GPU hangs, and the process ends without it
@@ -47,7 +49,8 @@ def leave_faults_to_the_heartbeat(run_folder: Path, timeout: float) -> None:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         **dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(run_folder / FLIGHT_RECORD)),
     }
-    users = set(os.environ)
+    of_agent = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} if has_agent() else {}  # which torchrun sets where the user has not
+    users = {name for name, value in os.environ.items() if of_agent.get(name) != value}
     os.environ.update({name: value for name, value in ours.items() if users.isdisjoint((name, *_SAME.get(name, ())))})
 
 

@@ -1,4 +1,4 @@
-"""Join the other ranks: choose this process's device, meet at a key-value store that rank 0 hosts, and prove to be of one job.
+"""Join the other ranks: choose this process's device, meet at a key-value store (``meeting``), and prove to be of one job.
 
 One process per GPU, or per share of the CPU cores where there is none. On one machine (MASTER_ADDR is a loopback address) nothing
 listens on the network. On several nodes the store and the connections of gloo and NCCL are reachable from the network between them:
@@ -8,16 +8,12 @@ listens on the network. On several nodes the store and the connections of gloo a
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import hmac
-import ipaddress
 import logging
 import os
 import resource
 import secrets
-import socket
-import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -26,16 +22,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.cluster.environment import START_WITH, Place, job_secret, read_place, slurm_granted_gpus
+from pipeline.cluster.environment import Place, is_loopback, read_place, slurm_granted_gpus
 from pipeline.cluster.host import bind_near_gpu, choose_gloo_interface, gpu_is_usable, keep_freed_memory
+from pipeline.cluster.meeting import meet
 from pipeline.cluster.nccl import leave_faults_to_the_heartbeat
 from pipeline.cluster.world import World, name_ranks
 from pipeline.errors import NotConnected, UserError, first_line
 
 DEFAULT_TIMEOUT = 1800.0  # seconds per collective where no run sets its own: torch.distributed's default for gloo
-_RESOLVE_TIMEOUT = 10.0  # seconds of retries while the name service answers "try again", as it does when a job has just started
-_PROBE_TIMEOUT = 10.0  # seconds for one TCP connection to rank 0's node; a firewall that drops packets answers nothing at all
-_BACKLOG = 2048  # pending connections: all ranks of a large job connect at the same moment
 _FILES_PER_RANK = 2  # connections of each rank to the store: the rendezvous' and the heartbeat's
 _OTHER_FILES = 256  # that a process has open besides: libraries, shards, GPUs
 _ARRIVED = "arrived"  # key of the store to which each rank appends its number
@@ -131,20 +125,19 @@ def connect(world: World, timeout: timedelta) -> None:
     """Create the default process group; every rank proves that it knows the job's secret. Collective.
 
     Raises:
-        UserError: there is no secret, or a rank does not know it.
+        UserError: a rank does not know the secret.
         NotConnected: a rank could not be reached within ``timeout``, which every later collective has, too.
     """
     backend, rank, size = "nccl" if world.device.type == "cuda" else "gloo", world.rank, world.size
-    on_one_machine = size == 1 or _written_as_loopback(os.environ["MASTER_ADDR"])
+    on_one_machine = size == 1 or is_loopback(os.environ["MASTER_ADDR"])
     if on_one_machine:
         for library in ("GLOO", "NCCL"):  # unless the user has chosen another interface
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     if size == 1:  # needs no port, and must not fail because another run on this machine took it
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    secret = job_secret()
     _allow_open_files(rank, size)
-    store = _host_store(size, timeout) if rank == 0 else _reach_store(rank, timeout.total_seconds())
+    store, secret = meet(rank, size, timeout, on_one_machine)
     # Eager initialization, as DeepSpeed does: NCCL connects now, not in the first step.
     binding = world.device if backend == "nccl" else None
     try:
@@ -156,11 +149,6 @@ def connect(world: World, timeout: timedelta) -> None:
         prove_membership(secret, world)
     except RuntimeError as error:  # all that PyTorch raises; UserError is none
         raise NotConnected(_why(error, store, rank, size)) from None
-
-
-def store_client(timeout: float) -> dist.TCPStore:
-    """Open another connection to the job's store; each request may take ``timeout`` seconds."""
-    return dist.TCPStore(*_meeting_point(), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
 def prove_membership(secret: bytes, world: World) -> None:
@@ -192,76 +180,6 @@ def _allow_open_files(rank: int, size: int) -> None:
     wanted = 2 * needed if unlimited else min(hard, 2 * needed)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _written_as_loopback(address: str) -> bool:
-    """Whether the address as written is loopback: a node's own name may resolve to loopback on that node alone."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return address == "localhost"
-
-
-def _meeting_point() -> tuple[str, int]:
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-
-def _host_store(size: int, timeout: timedelta) -> dist.TCPStore:
-    address, port = _meeting_point()
-    try:
-        listener = _listen(address, port)
-    except OSError as error:
-        problem = f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {address}:{port} ({os.strerror(error.errno or 0)})"
-        raise NotConnected(problem, "start again, or set MASTER_PORT to a free port") from None
-    descriptor = listener.detach()
-    return dist.TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    """Listen on loopback, or on all interfaces: which of its addresses other nodes use is unknown here."""
-    family, _, _, _, place = _resolve(address, port)
-    if _written_as_loopback(address):
-        return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
-    try:
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise
-        return socket.create_server(("", port), backlog=_BACKLOG)  # a machine without IPv6
-
-
-def _reach_store(rank: int, timeout: float) -> dist.TCPStore:
-    """Connect to rank 0, which may still be starting."""
-    address, port = _meeting_point()
-    deadline = time.monotonic() + timeout
-    while True:
-        family, kind, protocol, _, place = _resolve(address, port)
-        try:
-            with socket.socket(family, kind, protocol) as probe:  # the store's own attempts would print C++ tracebacks
-                probe.settimeout(_PROBE_TIMEOUT)
-                probe.connect(place)
-            return store_client(timeout)
-        except (OSError, dist.DistNetworkError) as error:
-            if time.monotonic() > deadline:
-                reason = (error.strerror or "no answer") if isinstance(error, OSError) else "no answer"
-                where = f"at MASTER_ADDR:MASTER_PORT {address}:{port} for {timeout:.0f} s ({reason}), where rank 0 must listen"
-                remedy = "check whether it has started (its log) and whether a firewall stands between the nodes"
-                raise NotConnected(f"rank {rank} found nobody {where}", remedy) from None
-            time.sleep(0.2)  # rank 0 may still be starting; thousands of ranks may ask
-
-
-def _resolve(address: str, port: int) -> tuple:
-    deadline = time.monotonic() + _RESOLVE_TIMEOUT
-    while True:
-        try:
-            found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-            return min(found, key=lambda entry: entry[0] != socket.AF_INET)  # as the store does, which listens on both
-        except (OSError, UnicodeError) as error:
-            if getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > deadline:
-                reason = getattr(error, "strerror", None) or error
-                got = f"got {address!r}, which cannot be found ({reason})"
-                problem = f"MASTER_ADDR must be a host name or address of rank 0's node, {got}"
-                raise NotConnected(problem, f"{START_WITH}, or correct it") from None
-            time.sleep(1)  # EAI_AGAIN: the name service asks for a retry
 
 
 def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> str:

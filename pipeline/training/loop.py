@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
-from pipeline.cluster.environment import StopSignal
+from pipeline.cluster.environment import StopSignal, has_agent
 from pipeline.cluster.heartbeat import Heartbeat
 from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.cluster.world import World
@@ -39,7 +39,8 @@ def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = 
     if config.train.deterministic:
         make_deterministic()
     world = init_world(config.distributed.collective_timeout, None if dry else Path(config.output_dir))
-    code = dry_run(config, world) if dry else train(config, world, stop, recipe)
+    with stop if has_agent() and not dry else nullcontext():
+        code = dry_run(config, world) if dry else train(config, world, stop, recipe)
     disconnect()
     return code
 

@@ -72,6 +72,8 @@ def test_the_watchdog_ends_no_process_and_a_user_has_the_last_word(environment: 
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/tmp/mine-"
     assert not {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"} & found.keys()
     assert found["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    environment.setenv("TORCHELASTIC_RUN_ID", "x")  # torchrun sets 1, which PyTorch takes for "abort the process"
+    assert ours()["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     environment.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     environment.setenv("NCCL_ASYNC_ERROR_HANDLING", "3")
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in ours()

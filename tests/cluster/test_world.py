@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.cluster.environment import SECRET, slurm_granted_gpus
-from pipeline.cluster.rendezvous import _host_store, _listen, _reach_store, _why, _written_as_loopback, connect, init_world
+from pipeline.cluster.environment import SECRET, is_loopback, read_place, slurm_granted_gpus
+from pipeline.cluster.meeting import _ask, _give, _host_store, _listen, _reach_store, meet
+from pipeline.cluster.rendezvous import _why, connect, init_world
 from pipeline.cluster.world import World
 from pipeline.command_line import run_command
 from pipeline.errors import RANK_LOST, NotConnected, UserError
@@ -42,6 +45,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     """Without a trace of a job; ``init_world`` may write into it."""
     others = (
         "LOCAL_WORLD_SIZE",
+        "PET_NNODES",
+        "TORCHELASTIC_RUN_ID",
         "SLURM_CPUS_PER_TASK",
         "SLURM_STEP_TASKS_PER_NODE",
         "SLURM_STEP_GPUS",
@@ -67,15 +72,91 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
         (STEP | {"SLURM_STEP_NUM_TASKS": "-1"}, "SLURM_STEP_NUM_TASKS must be .*, got '-1'"),
         (PAIR | {"MASTER_ADDR": ""}, "MASTER_ADDR must be set for 2 processes"),
         (PAIR | {"MASTER_PORT": "65536"}, "MASTER_PORT must be .*, got '65536'"),
+        (PAIR | {"MASTER_PORT": "0"}, "MASTER_PORT must be a whole number from 1 to 65535, got '0'"),
+        (PAIR | {"MASTER_PORT": "http"}, "MASTER_PORT must be .*, got 'http'"),
+        (PAIR | {"RANK": "2"}, "RANK must be a whole number from 0 to 1, got '2'"),
+        (PAIR | {"WORLD_SIZE": ""}, "RANK 0 requires WORLD_SIZE, which is not set"),
+        (PAIR | {"RANK": ""}, "WORLD_SIZE 2 requires RANK, which is not set"),
+        (PAIR | {"LOCAL_RANK": "", "MASTER_ADDR": "node1"}, "LOCAL_RANK must be set for 2 processes on several nodes"),
+        (PAIR | {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE must be .* from 1 to 2, got '3'"),
     ],
 )
 def test_a_malformed_variable_is_named(given: dict[str, str], named: str, environment: pytest.MonkeyPatch) -> None:
     """Guards against a traceback, or a silent guess, when a variable of the launcher or of Slurm is not a number."""
     for name, value in given.items():
-        environment.setenv(name, value)
+        environment.setenv(name, value) if value or name == "MASTER_ADDR" else environment.delenv(name, raising=False)
     with pytest.raises(UserError, match=named) as error:
         init_world(timeout=1)
     assert "\n" not in str(error.value) and ": " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ({"MASTER_ADDR": "127.0.0.1"}, (5, 8)),
+        ({"MASTER_ADDR": "node1", "LOCAL_WORLD_SIZE": "4"}, (1, 4)),
+        ({"MASTER_ADDR": "job-master-0", "PET_NNODES": "8"}, (0, 1)),  # a PyTorchJob with one process in each pod
+    ],
+)
+def test_the_local_rank_follows(given: dict[str, str], place: tuple[int, int], environment: pytest.MonkeyPatch) -> None:
+    """Guards against a rank on another's GPU, or with another's cores, where a launcher sets RANK and WORLD_SIZE alone."""
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "MASTER_PORT": "23456", **given}.items():
+        environment.setenv(name, value)
+    found = read_place()
+    assert (found.local_rank, found.local_size) == place
+
+
+def test_only_one_machine_moves_to_loopback(environment: pytest.MonkeyPatch) -> None:
+    """Guards against ranks of torchrun that listen on the network for nobody, and against nodes that cannot meet."""
+    for local, address in (("4", "node1"), ("8", "127.0.0.1")):
+        given = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "23456"}
+        for name, value in {**given, "LOCAL_WORLD_SIZE": local, "TORCHELASTIC_RUN_ID": "x"}.items():
+            environment.setenv(name, value)
+        read_place()
+        assert os.environ["MASTER_ADDR"] == address
+
+
+def test_a_secret_that_only_some_ranks_have(environment: pytest.MonkeyPatch) -> None:
+    """Guards against a rank that joins without the secret that rank 0 was given, and one that waits for it."""
+    given = PAIR | {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(free_port())}
+    for name, value in given.items():
+        environment.setenv(name, value)
+    store, secret = meet(0, 2, timedelta(seconds=20), on_one_machine=False)
+    assert secret == bytes(32)
+    environment.delenv(SECRET)
+    with pytest.raises(UserError, match=f"{SECRET} must be one number of 64 .*, got nothing"):
+        meet(1, 2, timedelta(seconds=20), on_one_machine=False)
+    del store  # until here
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_the_secret_is_handed_to_this_user_alone() -> None:
+    """Guards against another user of the machine who asks for the secret of a run, or answers in place of its rank 0."""
+    name = f"\0pervit-test-{secrets.token_hex(8)}"
+    stranger = os.fork()
+    if stranger == 0:
+        os.setuid(65534)
+        with suppress(NotConnected):
+            _ask(name, 1, 2.0)
+            os._exit(1)
+        os._exit(0)
+    with pytest.raises(NotConnected, match="rank 0 waited in vain for 1 of the other ranks"):
+        _give(name, "a secret", 1, 2.0)  # until nobody has asked for so long
+    assert os.waitpid(stranger, 0)[1] == 0
+    answering = os.fork()
+    if answering == 0:
+        os.setuid(65534)
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(name)
+            listener.listen()
+            asked = listener.accept()[0]
+            with suppress(OSError):  # it may be closed already
+                asked.sendall(b"1 another secret")
+            os._exit(0)
+        os._exit(1)
+    with pytest.raises(NotConnected, match="rank 1 found no rank 0 on this machine"):
+        _ask(name, 1, 1.0)
+    assert os.waitpid(answering, 0)[1] == 0  # it was asked
 
 
 def test_who_cannot_be_reached_is_named(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +179,7 @@ def test_who_cannot_be_reached_is_named(environment: pytest.MonkeyPatch, capsys:
         _reach_store(1, timeout=0.3)
     for address in ("no-such-host.invalid", "a" * 70 + ".invalid", "not a name"):
         environment.setenv("MASTER_ADDR", address)
-        environment.setattr("pipeline.cluster.rendezvous._RESOLVE_TIMEOUT", 0)
+        environment.setattr("pipeline.cluster.meeting._RESOLVE_TIMEOUT", 0)
         with pytest.raises(
             NotConnected, match="MASTER_ADDR must be a host name or address of rank 0's node, got '.*', which cannot be found"
         ):
@@ -118,7 +199,7 @@ def test_rank_0_waits_for_the_others_and_says_who_is_missing(environment: pytest
     with pytest.raises(NotConnected, match="rank 0 timed out waiting for rank 1 of 2 ranks: see in their logs"):
         connect(World(0, 2, CPU, 1), timedelta(seconds=1))
     environment.delenv("PERVIT_JOB_SECRET")
-    with pytest.raises(UserError, match="PERVIT_JOB_SECRET must be one number of 64 hexadecimal digits .*, got nothing"):
+    with pytest.raises(NotConnected, match=r"rank 0 waited in vain for 1 of the other ranks .* \(timed out\): see in"):
         connect(World(0, 2, CPU, 1), timedelta(seconds=1))
 
 
@@ -137,7 +218,7 @@ def test_a_job_that_needs_more_open_files_gets_or_names_them(environment: pytest
         environment.setenv(name, value)
     limits, asked = [(1024, 4096), (1024, 65536), (1024, resource.RLIM_INFINITY), (20000, 65536)], []
     environment.setattr("resource.setrlimit", lambda which, limit: asked.append(limit))
-    environment.setattr("pipeline.cluster.rendezvous._host_store", lambda *given: 1 / 0)
+    environment.setattr("pipeline.cluster.meeting._host_store", lambda *given: 1 / 0)
     for soft_hard in limits:
         environment.setattr("resource.getrlimit", lambda which, soft_hard=soft_hard: soft_hard)
         expected = (
@@ -152,10 +233,8 @@ def test_a_job_that_needs_more_open_files_gets_or_names_them(environment: pytest
 
 def test_loopback_is_what_is_written_not_what_a_name_resolves_to() -> None:
     """Guards against a store that other nodes cannot reach because a node knows its own name as 127.0.1.1."""
-    assert all(map(_written_as_loopback, ("127.0.0.1", "127.0.1.2", "::1", "localhost")))
-    assert not any(
-        map(_written_as_loopback, (socket.gethostname(), "10.0.0.1", "0.0.0.0", "node1", "localhost.example.org", ""))
-    )
+    assert all(map(is_loopback, ("127.0.0.1", "127.0.1.2", "::1", "localhost")))
+    assert not any(map(is_loopback, (socket.gethostname(), "10.0.0.1", "0.0.0.0", "node1", "localhost.example.org", "")))
 
 
 def test_the_store_listens_where_it_is_needed() -> None:

@@ -20,11 +20,8 @@ import torch  # noqa: E402
 
 from pipeline.cluster.beats import Beat, Board  # noqa: E402
 from pipeline.cluster.heartbeat import Heartbeat  # noqa: E402
-from pipeline.cluster.rendezvous import (  # noqa: E402
-    disconnect,
-    init_world,
-    store_client,  # noqa: E402
-)
+from pipeline.cluster.meeting import store_client  # noqa: E402
+from pipeline.cluster.rendezvous import disconnect, init_world  # noqa: E402
 from pipeline.cluster.world import World
 from pipeline.command_line import run_command  # noqa: E402
 from pipeline.config import DistributedConfig  # noqa: E402

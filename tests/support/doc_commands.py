@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import re
 import shlex
@@ -48,6 +49,8 @@ NEEDS = {
     **dict.fromkeys(("tail", "tensorboard"), "somebody who ends it"),
     **dict.fromkeys(("docker", "apptainer", "enroot"), "itself"),
     **dict.fromkeys(("curl", "hf"), "a network"),
+    **dict.fromkeys(("--nnodes", "WORLD_SIZE=2"), "a second process like it"),
+    "accelerate": "itself",
     **dict.fromkeys(("wandb", "mlflow", "trackio"), "a tracker's client, which is not part of `make install`"),
     "train.teacher=torchvision:regnet_y_16gf": "its weights",
     "data.size_schedule=[[0, 128], [100, 176], [200, 224]]": "images of 224 pixels",
@@ -121,6 +124,10 @@ def check(words: tuple[str, ...]) -> None:
         if rest[2] != "--":
             raise ValueError(f"{rest[2]!r} instead of -- after the number of processes")
         _check_module(rest[3], rest[4:], processes=int(rest[1]))
+    elif program in ("torchrun", "accelerate"):
+        at, counts = words.index("-m"), ("--nnodes", "--nproc-per-node", "--num_processes")
+        processes = math.prod(int(words[words.index(option) + 1]) for option in counts if option in words)
+        _check_module(words[at + 1], list(words[at + 2 :]), processes)
     elif words[0] == "bash" and rest[0] in SWEEP:
         _check_sweep(rest)
     elif program == "sbatch" or (program == "bash" and "--plan" in rest):
@@ -238,6 +245,8 @@ def runnable(words: tuple[str, ...]) -> list[str]:
     if called := called_module(words):
         words = ("python", "-m", called[0], *called[1])
     if words[:2] == ("bash", "launch/local.sh"):
+        words = (*words[:2], str(min(2, int(words[2]))), *words[3:])
+    if words[0] == "torchrun":
         words = (*words[:2], str(min(2, int(words[2]))), *words[3:])
     if "pipeline.train" in words:
         stated = {word.partition("=")[0] for word in words}

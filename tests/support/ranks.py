@@ -44,13 +44,13 @@ class Job:
         missing: int = 0,
         stdin: str = "",
         folder: Path = REPOSITORY,
-        **environment: str,
+        **environment: str | None,
     ) -> None:
         """``missing`` more ranks are of the job, but somebody else starts them, or nobody.
 
         Args:
             folder: where the processes run.
-            environment: variables more than usual, or others.
+            environment: variables more than usual, or others; None: not that one.
         """
         self.world_size, self.started = world_size, time.time()
         self._folder = Path(tempfile.mkdtemp(dir=_logs().name))
@@ -64,7 +64,11 @@ class Job:
             request = {
                 "module": module,
                 "arguments": [str(argument) for argument in arguments],
-                "environment": {k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank, **environment}.items()},
+                "environment": {
+                    name: str(value)
+                    for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank, **environment}.items()
+                    if value is not None
+                },
                 "folder": str(folder),
                 "input": str(self._folder / "stdin"),
                 "output": str(self._folder / str(rank)),
