@@ -12,6 +12,7 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from benchmarks.gpu.cases import AUTO
 from benchmarks.gpu.common import PROFILED, Context, PeakMemory, Rows, Values, has_module, synchronize
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def measure(context: Context) -> Rows:
     if values["compile"] != config.train.compile:
         values["failed"] = f"train.compile={config.train.compile} failed, so this is without"
     yield values
-    if context.stage == "step" and (told["compile"], context.batch, world.size, in_memory) == ("model", 128, 1, True):
+    if context.stage == "step" and (told["compile"], context.batch, world.size, in_memory) == (AUTO, 128, 1, True):
         for number, kernel in enumerate(kernels, 1):
             yield {"stage": "kernel", "case": f"{told['model']} {number}", **kernel}
     disconnect()

@@ -1,4 +1,5 @@
-"""Prepare this machine for a rank: check its GPU's driver, bind it to CPU cores, set up the C allocator, choose gloo's interface.
+"""Prepare this machine for a rank: check its GPU's driver, bind it to CPU cores, set up the C allocator, choose gloo's interface; tell
+machines apart.
 
 Slurm's own binding of GPUs (``--gpu-bind=closest`` or ``single``) hides a rank's GPU from its neighbours, and NCCL then copies
 through host memory where it could copy from GPU to GPU. So the job scripts leave all GPUs and all cores of the job visible to
@@ -30,6 +31,14 @@ _ADDRESS = "address"  # key of the store, and the rank
 _ANY_PORT = 9  # no packet is sent
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # parameters of mallopt(3)
 _PROC, _SYS = Path("/proc/driver/nvidia/gpus"), Path("/sys")
+
+
+def this_node() -> str:
+    """The same for all processes that share this machine and number each other, so not in containers with numbers of their own. Hosts
+    of two machines may have one name."""
+    with contextlib.suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"process {os.getpid()} of {socket.gethostname()}"  # shared with nobody, for all that is known
 
 
 def bind_near_gpu(index: int, visible: int, local_size: int, proc: Path = _PROC, sys: Path = _SYS) -> list[int]:

@@ -7,6 +7,7 @@ and reads and writes the packed layout as it is.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,7 +33,10 @@ def attention_in_chunks(qkv: Tensor, heads: int, bias: Tensor) -> Tensor:
 
 
 class _InChunks(torch.autograd.Function):
-    """Scores and their softmax in float32 at least, as PyTorch's plain form computes them under autocast too."""
+    """Scores and their softmax in float32 at least, as PyTorch's plain form computes them under autocast too.
+
+    A query whose scores are all -inf gets zeros, and its scores no gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, bias: Tensor, heads: int) -> Tensor:
@@ -41,7 +45,7 @@ class _InChunks(torch.autograd.Function):
         chunk = min(batch, _images_at_once(heads, tokens))
         weights = bias.new_empty(batch, heads, tokens, tokens, dtype=dtype)
         out = qkv.new_empty(batch, tokens, heads, head_dim)
-        aligned = _Aligned(chunk, heads, tokens, head_dim, dtype)
+        aligned, lost = _Aligned(chunk, heads, tokens, head_dim, dtype), _without_keys(bias)
         parts = qkv.view(batch, tokens, 3, heads, head_dim).permute(2, 0, 3, 1, 4)  # (3, B, heads, N, head_dim)
         with torch.autocast("cpu", enabled=False):
             for part, maps, into in zip(parts.split(chunk, 1), weights.split(chunk), out.transpose(1, 2).split(chunk)):
@@ -50,6 +54,8 @@ class _InChunks(torch.autograd.Function):
                 maps = maps.flatten(0, 1)  # (images * heads, N, N), in place from here on
                 torch.baddbmm(maps, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5, out=maps)
                 torch.softmax(maps, -1, out=maps)
+                if lost is not None:
+                    maps.unflatten(0, (-1, heads)).masked_fill_(lost, 0.0)  # not 0 / 0
                 _store(into, torch.bmm(maps, aligned(v)))
         ctx.save_for_backward(qkv, weights)
         ctx.heads, ctx.chunk, ctx.bias_dtype = heads, chunk, bias.dtype
@@ -80,6 +86,12 @@ class _InChunks(torch.autograd.Function):
                 _store(grad_q, torch.baddbmm(unused, grad_maps, aligned(k), beta=0, alpha=scale))
                 _store(grad_k, torch.baddbmm(unused, grad_maps.mT, aligned(q), beta=0, alpha=scale))
         return grad_qkv, grad_bias.to(ctx.bias_dtype), None
+
+
+def _without_keys(bias: Tensor) -> Tensor | None:
+    """Which queries have a bias of -inf for all keys, (heads, N, 1); None: none."""
+    lost = bias.amax(-1, keepdim=True) == -math.inf
+    return lost if lost.any() else None
 
 
 def _store(into: Tensor, values: Tensor) -> None:

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import pickle
-import platform
 import re
 import resource
 import subprocess
@@ -32,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from pipeline.cluster.host import this_node
 from pipeline.cluster.world import World
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.errors import UserError, exit_reason, first_line
@@ -80,7 +80,7 @@ def usable_decoding(decode: str, shards: Samples, world: World) -> tuple[str, st
     """
     if decoding_device(decode, world.device) != GPU:
         return decode, REGIONS
-    here = [platform.node(), torch.cuda.get_device_name(world.device)]
+    here = [this_node(), torch.cuda.get_device_name(world.device)]
     everywhere = world.gather(here) if world.size > 1 else [here]
     own = None
     with Stage("trying the GPU's image decoder", world.is_main):

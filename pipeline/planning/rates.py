@@ -22,6 +22,7 @@ from torch.utils.benchmark import Timer
 from pipeline.errors import UserError, counted
 from pipeline.hardware import Gpu
 from pipeline.optim.engine import REDUCE_BUCKET
+from pipeline.optim.flat import PARTS
 from pipeline.planning.trace import ATTENTION, CONVOLUTION, MAP, NARROW, PRODUCT, TRANSCENDENTAL, Operator
 
 # Shares of a data sheet's figures that kernels reach. They fit the steps that others have published for five GPUs
@@ -234,10 +235,10 @@ class Traffic:
 
 
 def traffic(links: Links, parameters: int, stage: int, accumulation: int, forward: float, backward: float) -> Traffic:
-    """The collectives of a step under a ZeRO stage, as DeepSpeed makes them with this project's settings.
+    """The collectives of a step under a ZeRO stage, as our engine makes them without ZeRO, and DeepSpeed's from stage 1 on.
 
     ===== ======================================================================================================
-    0     one all-reduce of the gradients, after the last backward pass
+    0     an all-reduce of the gradients by parts during the last backward pass
     1     an all-reduce by buckets during the last backward pass, an all-gather of the updated weights
     2     the all-reduce in every micro-batch, as gradients are not kept
     3     an all-gather of the weights in every forward and backward pass, a reduce-scatter in every backward pass
@@ -246,18 +247,16 @@ def traffic(links: Links, parameters: int, stage: int, accumulation: int, forwar
     Args:
         stage: that the engine takes, 0 on one process.
         accumulation: micro-batches of a step.
-        forward, backward: seconds of a micro-batch, behind which the stages from 1 on hide their collectives.
+        forward, backward: seconds of a micro-batch, behind which collectives hide.
     """
     size = _NUMBER * parameters
-    messages = max(1, round(size / _BUCKET))
+    bucket, messages = (min(size, _BUCKET), max(1, round(size / _BUCKET))) if stage else (size / PARTS, PARTS)
     once, reduced = links.seconds(size, 1, messages), links.seconds(size, 2, messages)
     one = size * (links.nodes * links.per_node - 1) / (links.nodes * links.per_node)
-    last = links.seconds(min(size, _BUCKET), 2)  # of the last bucket, which nothing follows
-    if stage == 0:
-        return Traffic(reduced, reduced, 2 * one)
+    last = links.seconds(bucket, 2)  # of the last one, which nothing follows
     if stage < 3:
-        rounds = accumulation if stage == 2 else 1
+        rounds, gathered = accumulation if stage == 2 else 1, once if stage else 0.0
         exposed = max(reduced - backward, min(last, reduced))
-        return Traffic(rounds * reduced + once, rounds * exposed + once, (2 * rounds + 1) * one)
+        return Traffic(rounds * reduced + gathered, rounds * exposed + gathered, (2 * rounds + bool(stage)) * one)
     exposed = max(once - forward, 0.0) + max(2 * once - backward, min(last, once))
     return Traffic(3 * accumulation * once, accumulation * exposed, 3 * accumulation * one)

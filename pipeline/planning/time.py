@@ -25,7 +25,7 @@ OPTIMIZER, NETWORKED = "optimizer and averages", "gradients over the network"
 WAITING = "waiting for images"
 START_SECONDS = 60.0  # of a job until its first step: libraries, data, NCCL; an assumption
 COMPILE_SECONDS = 90.0  # torch.compile of a model's blocks (64 s of PerViT-T, 89 s of M on one core, docs/tuning.md)
-_ENGINE_HOST = 40e-6  # seconds of DeepSpeed's engine for each parameter: 8 to 15 ms of PerViT-T's 264 (docs/results/step.md)
+_ENGINE_HOST = 40e-6  # seconds of DeepSpeed's engine for each parameter, 8 to 15 ms of 264 (docs/results/step.md); ours copies gradients only
 # Kernels that the CPU starts, of those without compiling, as PerViT-T's and M's were counted (docs/tuning.md). One for graphs: assumed.
 _STARTS = {"off": 1.0, "blocks": 0.87, "model": 0.9, "graphs": 0.0}
 
@@ -174,7 +174,7 @@ def step_parts(subject: Subject, rates: Rates, network: float = NETWORK) -> Step
         busy[RECOMPUTED if operator.recomputed else operator.kind] += seconds
         forward += 0.0 if operator.backward else seconds
     recomputed, teaching = busy.pop(RECOMPUTED, 0.0), sum(map(rates.seconds, step.teacher))
-    computing, host = sum(busy.values()) + recomputed + teaching, step.tensors * _ENGINE_HOST
+    computing, host = sum(busy.values()) + recomputed + teaching, step.tensors * _ENGINE_HOST * bool(subject.stage)
     # A GPU waits for what is longer than its own work; a CPU does one after the other.
     waiting, stretch = host, 1.0
     if subject.gpu:
@@ -192,13 +192,13 @@ def step_parts(subject: Subject, rates: Rates, network: float = NETWORK) -> Step
 
 
 def _optimizer_seconds(subject: Subject, step: TracedStep, rates: Rates) -> float:
-    """The update, the gradients' norm, clipping, averages and, with ZeRO, copies between flat shards and weights."""
+    """The update, the gradients' norm, clipping, averages, and copies of gradients into flat ones; with ZeRO also between flat shards and weights."""
     train, stage, count = subject.config.train, subject.stage, step.elements
     share = count / subject.world_size if stage else count  # of the optimizer's state on this process
     moved = step.optimizer_passes * share
     moved += count * (1 + 2 * bool(subject.config.optim.clip_grad_norm))
     moved += 3 * (count if stage < 3 else share) * bool(train.ema_decay)
-    moved += 4 * count * bool(stage)  # into buckets, out of flat shards
+    moved += (4 if stage else 2) * count  # into buckets, out of flat shards; without ZeRO into a flat tensor
     seconds = 4 * moved / rates.copies
     if step.optimizer_flops:
         dtype = torch.bfloat16 if subject.gpu and subject.gpu.bf16_flops else torch.float32

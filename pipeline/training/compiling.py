@@ -40,6 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pipeline.cluster.host import this_node
 from pipeline.cluster.world import World
 from pipeline.errors import first_line
 from pipeline.files import make_private, user_cache
@@ -102,7 +103,7 @@ class Compilation:
         """
         self.pending, started = False, time.perf_counter()
         say_once(self._world, f"compiling (train.compile={self.kind}), which takes a minute or more")
-        places = self._world.gather([_node(self._world.rank), self._world.device.index or 0])
+        places = self._world.gather([this_node(), self._world.device.index or 0])
         nodes, failures = [node for node, _ in places], list[tuple[int, str]]()
         self._first_rank = nodes.index(nodes[self._world.rank])
         waits = [places.index(place) < rank for rank, place in enumerate(places)]  # for another rank to compile the same
@@ -222,13 +223,6 @@ def _has_batchnorm(module: nn.Module) -> bool:
 
 def _compiled(function: Callable[..., Any], graphs: bool = False) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False, backend=BACKEND, mode="reduce-overhead" if graphs else None)
-
-
-def _node(rank: int) -> str:
-    """The same for ranks whose processes number each other: on one node, and not each in a container of its own."""
-    with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    return f"rank {rank}"
 
 
 def open_compile_cache(run_folder: Path, rank: int) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import socket
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.cluster.agreement import do_in_main
+from pipeline.cluster.host import this_node
 from pipeline.cluster.world import World
 from pipeline.command_line import lacks_memory
 from pipeline.config import AUTO, Config, accumulation_steps, fitting_micro_batches, load_config
@@ -96,16 +96,16 @@ def _keep(config: Config, world: World, sizes: list[int], begun: int, device: st
 def _largest(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
     """The largest size that the plan allows and a trial confirms. Collective."""
     say_once(world, "train.micro_batch_size=auto: planning the memory of a step, then trying it")
-    hosts, gpu = world.gather(socket.gethostname()), None
+    places, gpu = world.gather(this_node()), None
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)
         memory = free + torch.cuda.memory_reserved(world.device)
         gpu = replace(gpu_named(DEFAULT_GPU), name=torch.cuda.get_device_name(world.device), memory=memory)
-    nodes = len(set(hosts)) if world.size % len(set(hosts)) == 0 else 1
+    nodes = len(set(places)) if world.size % len(set(places)) == 0 else 1
     subject = Subject(config.with_values({_SIZE: sizes[0]}), nodes, world.size // nodes, gpu)
     allowed = largest_micro_batch(subject)
     if gpu is None:  # the plan is of the whole machine, of which others may have taken some
-        fitting = (size for size in reversed(sizes) if size <= allowed and plan_memory(subject, size).total <= _free(hosts))
+        fitting = (size for size in reversed(sizes) if size <= allowed and plan_memory(subject, size).total <= _free(places))
         allowed = next(fitting, 0)
     planned = min(world.gather(allowed))
     size, refused = _largest_tried(config, world, [size for size in sizes if size <= planned] or sizes[:1])
@@ -116,9 +116,9 @@ def _largest(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
 def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
     """The largest of ascending sizes with which a step fits on every rank, and why not the largest of all, or "". Collective."""
     first = why = ""
-    hosts = world.gather(socket.gethostname())
+    places = world.gather(this_node())
     for size in reversed(sizes):
-        capacity = _free(hosts)
+        capacity = _free(places)
         world.barrier()  # all have looked before any takes memory
         refused = world.gather(try_step(config.with_values({_SIZE: size}), world, capacity))
         why = next((reason for reason in refused if reason), "")
@@ -131,9 +131,9 @@ def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int,
     )
 
 
-def _free(hosts: list[str]) -> int:
-    """Bytes of this machine's memory for each of its processes, by the hosts of all ranks."""
-    return psutil.virtual_memory().available // hosts.count(socket.gethostname())
+def _free(places: list[str]) -> int:
+    """Bytes of this machine's memory for each of its processes, by the nodes of all ranks."""
+    return psutil.virtual_memory().available // places.count(this_node())
 
 
 def try_step(config: Config, world: World, capacity: int) -> str | None:

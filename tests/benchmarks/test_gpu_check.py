@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu.__main__ import measured
-from benchmarks.gpu.cases import TITLES, Case, cases
+from benchmarks.gpu.cases import AUTO, TITLES, Case, cases
 from benchmarks.gpu.common import Context
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.report import in_a_line, table, tables
@@ -103,7 +103,7 @@ def test_the_order_of_cases() -> None:
     assert [case.stage for case in found[:3]] == ["machine", "data", "decode"]
     steps = [case for case in found if case.stage == "step"]
     first = [(case.options["model"], case.options["compile"]) for case in steps[:3]]
-    assert first == [("pervit_m", "off"), ("pervit_m", "model"), ("pervit_t", "off")]
+    assert first == [("pervit_m", "off"), ("pervit_m", AUTO), ("pervit_t", "off")]
     assert found.index(steps[4]) < min(number for number, case in enumerate(found) if case.stage == "loader")
     alone = {
         (case.options["model"], case.options["compile"], case.options["micro_batch"]) for case in steps if not case.all_gpus

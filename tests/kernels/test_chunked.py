@@ -50,6 +50,15 @@ def test_gradients_against_differences() -> None:
     assert torch.autograd.gradcheck(lambda qkv, bias: attention_in_chunks(qkv, 2, bias), (qkv, bias))
 
 
+def test_a_query_without_keys_gets_zeros() -> None:
+    """Guards against NaN where Φp leaves a query nothing, which spreads to every weight."""
+    qkv, bias = arguments(3, 17, 2, 5, torch.float32)
+    bias = bias.detach().index_fill(1, torch.tensor([4]), -torch.inf).requires_grad_()
+    expected, found = results(plain, qkv, 2, bias), results(attention_in_chunks, qkv, 2, bias)
+    assert torch.equal(found[0][:, 4], torch.zeros_like(found[0][:, 4]))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_taken_where_no_kernel_of_pytorch_fits() -> None:
     """Guards against chunks where PyTorch has a fused kernel: without a gradient for the bias, and without one at all."""
     qkv, bias = arguments(2, 4, 2, 3, torch.float32)

@@ -22,7 +22,7 @@ from pipeline.planning.length import HEADER_ENTRY, RECIPE_SECONDS, count_images,
 from pipeline.planning.measured import Measured, difference, read_measured
 from pipeline.planning.memory import Subject, plan_memory, traced_step
 from pipeline.planning.rates import GpuRates
-from pipeline.planning.time import NETWORKED, OPTIMIZER, RECOMPUTED, WAITING, Time
+from pipeline.planning.time import LAUNCHES, NETWORKED, OPTIMIZER, RECOMPUTED, WAITING, Time
 from pipeline.planning.trace import CONVOLUTION, KINDS, NARROW
 from support.ranks import run_forked
 from support.runs import step_rows, write_small_config
@@ -78,6 +78,13 @@ def test_stage_3_has_all_parameters() -> None:
     one, three = (planned(subject(f"train.zero_stage={stage}", "train.compile=off")) for stage in (1, 3))
     assert three.step.traffic.bytes > one.step.traffic.bytes and three.parts[OPTIMIZER] == one.parts[OPTIMIZER]
     assert three.run and one.run and three.run.checkpoints == one.run.checkpoints
+
+
+def test_only_zero_has_deepspeeds_engine() -> None:
+    """Guards against a plan without ZeRO whose CPU waits for DeepSpeed, and against one with ZeRO whose CPU does not."""
+    without, one = (planned(subject(f"train.zero_stage={stage}", "train.micro_batch_size=8")) for stage in (0, 1))
+    engine = one.subject.accumulation * traced_step(one.subject).tensors * 40e-6
+    assert one.parts[LAUNCHES] - without.parts.get(LAUNCHES, 0.0) == pytest.approx(engine, rel=0.2)
 
 
 def test_hours_and_what_they_cost() -> None:

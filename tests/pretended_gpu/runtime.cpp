@@ -20,7 +20,7 @@ constexpr size_t A_NUMBER = 8, SMALL = 1 << 16;  // bytes
 auto& mutex = *new std::mutex;
 auto& kernels = *new std::unordered_map<const void*, std::string>;  // by the address of the host's function
 auto& streams = *new std::set<Stream*>;
-auto& written = *new std::unordered_map<const void*, size_t>;  // bytes of the last copy to here, if it is known what was copied
+auto& written = *new std::map<std::uintptr_t, size_t>;  // bytes of the last copy to here, if it is known what was copied
 size_t allocated = 0;
 
 struct Event {
@@ -61,7 +61,10 @@ cudaError_t release(Ranges& ranges, void* pointer) {
     const auto found = ranges.find(reinterpret_cast<std::uintptr_t>(pointer));
     if (found == ranges.end()) return pointer ? cudaErrorInvalidValue : cudaSuccess;
     munmap(pointer, found->second ? found->second : 1);
-    if (&ranges == &device_memory) allocated -= found->second;
+    if (&ranges == &device_memory) {
+        allocated -= found->second;
+        written.erase(written.lower_bound(found->first), written.lower_bound(found->first + found->second));
+    }
     ranges.erase(found);
     return cudaSuccess;
 }
@@ -110,8 +113,10 @@ cudaError_t record(cudaEvent_t event, cudaStream_t handle) {
 
 void move(void* to, const void* from, size_t size) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto last = written.find(from);
-    const bool known = !device_memory.contains(from) || (last != written.end() && last->second == size);
+    const auto source = reinterpret_cast<std::uintptr_t>(from);
+    const auto last = written.lower_bound(source);
+    bool known = !device_memory.contains(from) || (last != written.end() && last->first == source && last->second == size);
+    if (size > SMALL) known |= last != written.end() && last->first < source + size;  // a part of it: the weights in a flat tensor
     if (!known && size <= A_NUMBER) {
         std::memset(to, 0, size);  // a kernel should have computed it, perhaps where something else has been before
     } else if (known || size <= SMALL || !device_memory.contains(to)) {
@@ -119,9 +124,9 @@ void move(void* to, const void* from, size_t size) {
     }
     if (!device_memory.contains(to)) return;
     if (known) {
-        written[to] = size;
+        written[reinterpret_cast<std::uintptr_t>(to)] = size;
     } else {
-        written.erase(to);
+        written.erase(reinterpret_cast<std::uintptr_t>(to));
     }
 }
 

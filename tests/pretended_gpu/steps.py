@@ -67,6 +67,7 @@ def measure(model: str, world: World, changed: list[str], where: bool) -> dict[s
     from pipeline.config import load_config
     from pipeline.training.loop import training_step
     from pipeline.training.start import Start
+    from pretended_gpu.answers import Yes
 
     words = [
         "data.decode=cpu",
@@ -88,6 +89,7 @@ def measure(model: str, world: World, changed: list[str], where: bool) -> dict[s
 
     with ExitStack() as stack:
         stack.enter_context(patch("pipeline.logs.run_log._PACE", math.inf))  # no line of progress, which fetches the loss
+        stack.enter_context(patch("pipeline.step.train_step.Answer", Yes))
         stack.enter_context(patch("torch._tensor_str._tensor_str", lambda *_: "..."))  # DeepSpeed's ZeRO 3 formats parameters
         stack.enter_context(in_memory())
         run = Start(config, world).open_run(StopSignal(), stack.enter_context(Heartbeat(alone, config.distributed)))
