@@ -60,15 +60,19 @@ class CapturedStep:
         static = replace(batch, images=images, labels=labels, other_labels=other_labels, weight=weight)
         try:
             self._graph = torch.cuda.CUDAGraph()
-            # The loader's threads go on: they allocate memory and wait for events, which "global" would forbid.
-            with recording() as recorded, torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                (loss,), norm = compute_step(state, lambda: (static, noises[0] if noises else None))
-                self._recorded = list(recorded.items())
-                tensors = [value for _, metric in self._recorded for value in metric.values if isinstance(value, Tensor)]
-                self._found = torch.stack([loss, norm, *(value.float() for value in tensors)])  # type: ignore[list-item]
-        except BaseException:
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                recording() as recorded,
+            ):  # the stream returns if capturing fails, too
+                # The loader's threads go on: they allocate memory and wait for events, which "global" would forbid.
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                    (loss,), norm = compute_step(state, lambda: (static, noises[0] if noises else None))
+                    self._recorded = list(recorded.items())
+                    tensors = [value for _, metric in self._recorded for value in metric.values if isinstance(value, Tensor)]
+                    self._found = torch.stack([loss, norm, *(value.float() for value in tensors)])  # type: ignore[list-item]
+        except BaseException as error:
             state.engine.break_off()  # type: ignore[attr-defined]  # of PlainEngine
-            raise
+            raise error.__context__ or error from None  # the first one: that the capture has failed says nothing
 
     def __call__(
         self,

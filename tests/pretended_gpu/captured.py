@@ -1,6 +1,6 @@
 """Capture a step of a small model, and one that cannot be captured: a program for the pretended GPU, which prints a line of JSON.
 
-    python tests/pretended_gpu/run.py -m pretended_gpu.captured
+python tests/pretended_gpu/run.py -m pretended_gpu.captured
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ def main() -> None:
     settings = config_from_dict({"model": {"image_size": 32, "num_classes": 16}, "train": train}, source="the program")
     model = DeiT(ViTLayout(heads=4, width=32, depth=2, mlp_ratio=2), num_classes=16, image_size=32, drop_path=0.1)
     engine: Any = build_engine(model, settings, world)
-    state = TrainState(
-        engine, StepStatistics(model, world), WeightAverage(engine, 0.9), Objective(label_loss(settings.train))
-    )
+    state = TrainState(engine, StepStatistics(model, world), WeightAverage(engine, 0.9), Objective(label_loss(settings.train)))
     batch = random_batch(4, settings.model, world.device)
     engine.train()
     engine.decide_on_the_device(0)
