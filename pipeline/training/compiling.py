@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import hashlib
 import logging
 import os
@@ -144,6 +145,7 @@ class Compilation:
         failures = [(rank, why) for rank, why in enumerate(self._world.gather(_reason(attempt))) if why]
         if failures:
             state.captured = None
+            gc.collect()  # what an exception kept of the step
             self._go_on_as(MODEL, failures, "steps cannot be captured, and the run continues as with train.compile=model")
         else:
             say_once(self._world, f"captured the step as a CUDA graph in {console.duration(time.perf_counter() - started)}")
