@@ -208,4 +208,4 @@ def random_batch(size: int, model: ModelConfig, device: torch.device) -> Batch:
     geometry = eval_geometry(sides, sides, side, 1.0)
     request = BatchRequest(numbers, numbers, np.zeros_like(numbers), numbers, np.ones(size, dtype=bool), geometry)
     weight = torch.ones(size, device=device)
-    return Batch(images, labels, labels, weight, weight > 0, request, 0)
+    return Batch(images, labels, labels.clone(), weight, weight > 0, request, 0)
