@@ -159,7 +159,11 @@ def _groups_with_timeout(seconds: float) -> Iterator[None]:
 def set_learning_rate(engine: Engine, lr: float) -> None:
     """Set the learning rate of the next step, of which layer-wise decay gives each group its fraction."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr * group.get(LR_SCALE, 1.0)
+        own = lr * group.get(LR_SCALE, 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(own)
+        else:
+            group["lr"] = own
 
 
 def micro_batches(engine: Engine, count: int | None = None) -> Iterator[int]:

@@ -54,6 +54,7 @@ class PlainEngine(Generic[Model]):
         self._held: dict[nn.Parameter, tuple[Tensor, int]] = {}  # what the optimizer updates instead, and where in it
         self._updated = self._join() if joined else list(zip(flat.parameters, flat.views(flat.gradients)))
         self._skips = skips_on_the_device(optimizer)
+        self._skips_left: Tensor | None = None  # (), see :meth:`decide_on_the_device`
         self._views = [flat.views(flat.gradients[part.begin : part.end], part) for part in flat.parts]
         self._added: tuple[Tensor, list[list[Tensor]]] | None = None  # a part's gradients of a later micro-batch, and views
         self._part_of = [part for part in flat.parts for _ in part.numbers]
@@ -93,7 +94,11 @@ class PlainEngine(Generic[Model]):
             work.wait()
         self._works, self._number, self._last_is = [], 0, None
         norm = self.flat.gradient_norm()
+        if self._skips_left is not None:
+            norm = norm.masked_fill_(self._skips_left < 0, math.inf)
         taken = norm < math.inf
+        if self._skips_left is not None:
+            self._skips_left.add_(taken).sub_(1)
         if self._clip_grad_norm:  # as torch.nn.utils.clip_grad_norm_; what pads the parameters must not become NaN
             self.flat.gradients.mul_((self._clip_grad_norm / (norm + 1e-6)).clamp_(max=1).nan_to_num_(0.0))
         for tensor, gradient in self._updated:
@@ -107,6 +112,26 @@ class PlainEngine(Generic[Model]):
         for tensor, _ in self._updated:
             tensor.grad = None
         return norm
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold a step: its one micro-batch, and an optimizer that asks the host for nothing."""
+        return self._micro_batches == 1 and self._skips and "capturable" in self.optimizer.defaults
+
+    def decide_on_the_device(self, skips: int) -> None:
+        """Keep on the device what a captured step cannot ask the host for: each group's learning rate, and how many ``skips`` are still
+        allowed. The host hears of the one that is too many when the next step is under way, which changes nothing then."""
+        device = self.flat.weights.device
+        for group in self.optimizer.param_groups:
+            group["lr"], group["capturable"] = torch.zeros((), device=device), True
+        self._skips_left = torch.tensor(skips, device=device)
+
+    def break_off(self) -> None:
+        """Drop what a step that an exception has ended left behind."""
+        copies = self._copies.leaves.values() if self._copies else ()
+        for tensor in (*self.flat.parameters, *copies, *(tensor for tensor, _ in self._updated)):
+            tensor.grad = None
+        self._works, self._number, self._last_is = [], 0, None
 
     @contextmanager
     def computing_weights(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class TrainState:
     batchnorm: StepStatistics
     ema: WeightAverage | None
     objective: Objective
+    captured: Callable[..., tuple[list[Tensor], float | Tensor]] | None = None  # :func:`compute_step` of it as a CUDA graph
 
 
 class Answer:
@@ -87,26 +89,54 @@ def train_step(
         state: with its engine in training mode.
         seed: of the run, for :func:`sample_noise`.
         before_forward: called with each micro-batch and its noise.
-        before_update: called when all passes are under way, before anything of the step is decided.
+        before_update: called when all passes are under way, before anything of the step is decided; all of a captured step is then.
         count: end the step after so many micro-batches; None: after those of the config.
     """
-    engine = state.engine
-    requests, losses = [], []
-    set_learning_rate(engine, lr)
+    requests, last = list[BatchRequest](), list[Batch]()
+    set_learning_rate(state.engine, lr)
+
+    def micro_batch() -> tuple[Batch, Tensor | None]:
+        asked = time.perf_counter()
+        last[:] = [next_batch()]
+        record("data_wait", time.perf_counter() - asked, reduce="slowest")
+        record("replaced", last[0].replaced, reduce="sum")
+        requests.append(last[0].request)
+        return last[0], sample_noise(state.engine.module, last[0], seed)
+
+    compute = state.captured or partial(compute_step, state)
+    losses, grad_norm = compute(micro_batch, before_forward, before_update, count)
+    taken = was_taken(grad_norm)
+    result = StepResult(requests, losses, last[0], grad_norm, Answer(taken))
+    record("loss", result.loss)
+    record("lr", lr, reduce="max")
+    record("grad_norm", grad_norm, reduce="max")
+    return result
+
+
+def compute_step(
+    state: TrainState,
+    micro_batch: Callable[[], tuple[Batch, Tensor | None]],
+    before_forward: Callable[[Batch, Tensor | None], None] | None = None,
+    before_update: Callable[[], None] | None = None,
+    count: int | None = None,
+) -> tuple[list[Tensor], float | Tensor]:
+    """Compute a step: what of :func:`train_step`, with its arguments, a CUDA graph can hold. Collective.
+
+    Args:
+        micro_batch: gives the next one, and its noise.
+
+    Returns:
+        The losses of its micro-batches, () each, and the gradient norm.
+    """
+    engine, losses = state.engine, []
     state.batchnorm.begin()
     for number in micro_batches(engine, count):
-        asked = time.perf_counter()
-        batch = next_batch()
-        record("data_wait", time.perf_counter() - asked, reduce="slowest")
-        record("replaced", batch.replaced, reduce="sum")
-        noise = sample_noise(engine.module, batch, seed)
+        batch, noise = micro_batch()
         prepare(engine, batch.images, noise)
         if before_forward:
             before_forward(batch, noise)
         state.batchnorm.micro_batch(number)
-        loss = forward_backward(engine, engine.backward, batch, noise, state.objective)
-        requests.append(batch.request)
-        losses.append(loss)
+        losses.append(forward_backward(engine, engine.backward, batch, noise, state.objective))
         if not engine.is_gradient_accumulation_boundary():
             engine.step()
     if before_update:
@@ -114,14 +144,10 @@ def train_step(
     grad_norm = optimizer_step(engine)
     assert grad_norm is not None  # the last micro-batch completes the step
     taken = was_taken(grad_norm)
-    result = StepResult(requests, losses, batch, grad_norm, Answer(taken))
-    record("loss", result.loss)
-    record("lr", lr, reduce="max")
-    record("grad_norm", grad_norm, reduce="max")
     state.batchnorm.end(taken)
     if state.ema:
         state.ema.update(taken)
-    return result
+    return losses, grad_norm
 
 
 def forward_backward(
@@ -182,4 +208,4 @@ def random_batch(size: int, model: ModelConfig, device: torch.device) -> Batch:
     geometry = eval_geometry(sides, sides, side, 1.0)
     request = BatchRequest(numbers, numbers, np.zeros_like(numbers), numbers, np.ones(size, dtype=bool), geometry)
     weight = torch.ones(size, device=device)
-    return Batch(images, labels, labels, weight, weight > 0, request, 0)
+    return Batch(images, labels, labels.clone(), weight, weight > 0, request, 0)

@@ -7,7 +7,8 @@ analyses run the modules themselves, so that the figures of a run are those of `
 ========== ==================================================================================
 ``blocks`` each transformer block, the maps Φp of all layers, and the loss
 ``model``  the forward pass as a whole, and the loss
-``graphs`` as ``model``, captured as CUDA graphs: a step launches a graph instead of its kernels
+``graphs`` as ``model``, captured as CUDA graphs: a step is one graph (:mod:`pipeline.step.captured_step`), or where it cannot be,
+           the forward pass of a micro-batch and its backward pass are two
 ========== ==================================================================================
 
 ZeRO 0, 1 and 2 have hooks on the whole model and on the gradients of parameters, which compiled code does not see. ZeRO-3 has
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import hashlib
 import logging
 import os
@@ -33,6 +35,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +53,10 @@ from pipeline.logs.console import say_once
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import compile_tables_as_constants
 from pipeline.models.common.probe import is_recording
+from pipeline.step.captured_step import CapturedStep
 from pipeline.step.loss import LabelLoss, Objective
 from pipeline.step.precision import autocast
-from pipeline.step.train_step import forward_backward
+from pipeline.step.train_step import TrainState, forward_backward
 
 OFF, BLOCKS, MODEL, GRAPHS = "off", "blocks", "model", "graphs"
 BACKEND: str | Callable[..., Any] = "inductor"  # of torch.compile; tests take others
@@ -69,18 +73,28 @@ class Compilation:
     """Compiles parts of the step at the first micro-batch of a start.
 
     Args:
-        kind: "off", "blocks", "model" or "graphs"; as an attribute also "off" after compiling has failed.
+        kind: "off", "blocks", "model" or "graphs"; as an attribute also "off" after compiling has failed, "model" after capturing has.
         precision: "bf16" or "fp32".
         run_folder: names the folder where compiled code is kept.
         objective: gets the compiled loss.
+        captures: of "graphs", whether steps are to be captured as a whole.
 
     Attributes:
         pending: whether :meth:`prepare` is to be called.
+        captures: whether :meth:`capture` is.
     """
 
     def __init__(
-        self, kind: str, precision: str, run_folder: Path, world: World, model: VisionModel, objective: Objective
+        self,
+        kind: str,
+        precision: str,
+        run_folder: Path,
+        world: World,
+        model: VisionModel,
+        objective: Objective,
+        captures: bool = False,
     ) -> None:
+        self._model_graphs, self.captures = kind == GRAPHS and not captures, captures
         self.kind, self._precision, self._run_folder = kind, precision, run_folder
         self._world, self._model, self._objective = world, model, objective
         self.pending, self._first_rank = kind != OFF, world.rank
@@ -108,7 +122,8 @@ class Compilation:
         self._first_rank = nodes.index(nodes[self._world.rank])
         waits = [places.index(place) < rank for rank, place in enumerate(places)]  # for another rank to compile the same
         for turn in sorted(set(waits)):
-            failure = self._attempt(batch, noise, accumulates) if waits[self._world.rank] == turn and not failures else None
+            mine = waits[self._world.rank] == turn and not failures
+            failure = _reason(partial(self._attempt, batch, noise, accumulates)) if mine else None
             failures = failures or [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
             progress()
         if not failures:
@@ -116,29 +131,42 @@ class Compilation:
             say_once(self._world, f"compiled {parts} parts of the step in {console.duration(time.perf_counter() - started)}")
             return
         self._remove()
+        needed = "Triton and a C compiler" if self._world.device.type == "cuda" else "a C++ compiler"
+        self._go_on_as(
+            OFF, failures, f"the run continues without compiling, which needs {needed}; train.compile=off does not try"
+        )
+
+    def capture(self, state: TrainState, batch: Batch, seed: int) -> None:
+        """Capture the steps after the first one of a start, which is done. If that fails on any rank, all go on without. Collective."""
+        self.captures, started = False, time.perf_counter()
+
+        def attempt() -> None:
+            state.captured = CapturedStep(state, batch, seed)
+
+        failures = [(rank, why) for rank, why in enumerate(self._world.gather(_reason(attempt))) if why]
+        if failures:
+            state.captured = None
+            gc.collect()  # what an exception kept of the step
+            self._go_on_as(MODEL, failures, "steps cannot be captured, and the run continues as with train.compile=model")
+        else:
+            say_once(self._world, f"captured the step as a CUDA graph in {console.duration(time.perf_counter() - started)}")
+
+    def _go_on_as(self, kind: str, failures: list[tuple[int, str]], consequence: str) -> None:
+        """Warn of failures, (rank, why) of each."""
         rank, why = failures[0]
         where = f" on rank {rank}" if self._world.size > 1 else ""
-        needed = "Triton and a C compiler" if self._world.device.type == "cuda" else "a C++ compiler"
         if self._world.is_main:
-            _log.warning(
-                f"train.compile={self.kind} failed{where} ({why}): the run continues without compiling, which needs {needed}; train.compile=off does not try"
-            )
-        self.kind = OFF
+            _log.warning(f"train.compile={self.kind} failed{where} ({why}): {consequence}")
+        self.kind, self.captures = kind, False
 
     def drop_cache(self) -> None:
         """The run is complete: nothing of it will be compiled again."""
         if self.kind != OFF:
             drop_compile_cache(self._run_folder, self._world.rank)
 
-    def _attempt(self, batch: Batch, noise: Tensor | None, accumulates: bool) -> str | None:
-        """Why compiling fails on this rank, None if it does not."""
-        try:
-            self._install(accumulates)
-            self._try_out(batch, noise)
-        except Exception as error:  # of Dynamo, Inductor, Triton, a compiler, the file system: no interface names their types
-            inner = getattr(error, "inner_exception", None) or error
-            return f"{type(inner).__name__}: {first_line(inner)}"[:_LONGEST_REASON]
-        return None
+    def _attempt(self, batch: Batch, noise: Tensor | None, accumulates: bool) -> None:
+        self._install(accumulates)
+        self._try_out(batch, noise)
 
     def _install(self, accumulates: bool) -> None:
         import torch._dynamo as dynamo
@@ -153,10 +181,10 @@ class Compilation:
         if torch.are_deterministic_algorithms_enabled() and hasattr(inductor, "deterministic"):
             inductor.deterministic = True  # no choice of a kernel by timing it
         for module, name in parts:
-            self._replace(module, name, _compiled(getattr(module, name), graphs=self.kind == GRAPHS))
+            self._replace(module, name, _compiled(getattr(module, name), graphs=self._model_graphs))
         # Never a CUDA graph: the step keeps its result beyond the next micro-batch.
         self._objective.label_loss = _compiled(self._eager_loss)
-        if self.kind == GRAPHS and accumulates:
+        if self._model_graphs and accumulates:
             # A graph's gradients lie in memory that its next replay overwrites, while AccumulateGrad would keep them as they are.
             self._hooks = [p.register_hook(torch.clone) for p in self._model.parameters() if p.requires_grad]
 
@@ -207,7 +235,7 @@ class Compilation:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the compilers about themselves
-                for _ in range(_GRAPH_PASSES if self.kind == GRAPHS else 1):
+                for _ in range(_GRAPH_PASSES if self._model_graphs else 1):
                     forward_backward(forward, backward, batch, noise, objective)
                 if self._world.device.type == "cuda":
                     torch.cuda.synchronize(self._world.device)  # a kernel that fails does so here
@@ -215,6 +243,16 @@ class Compilation:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+
+
+def _reason(attempt: Callable[[], None]) -> str | None:
+    """Why an attempt fails on this rank, None if it does not."""
+    try:
+        attempt()
+    except Exception as error:  # of Dynamo, Inductor, Triton, a compiler, CUDA, the file system: no interface names their types
+        inner = getattr(error, "inner_exception", None) or error
+        return f"{type(inner).__name__}: {first_line(inner)}"[:_LONGEST_REASON]
+    return None
 
 
 def _has_batchnorm(module: nn.Module) -> bool:

@@ -130,6 +130,10 @@ def training_step(run: Run) -> Batch:
     run.step, run.unsettled = step, (step, result, metrics)
     if not result.taken.late or step == run.first_step + 1:
         settle_step(run)
+    if run.compilation.captures:
+        run.heartbeat.still("capturing a step")
+        run.compilation.capture(run.train_state, result.batch, run.config.seed)
+        run.log.restart_clock()
     return result.batch
 
 

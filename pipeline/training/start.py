@@ -32,11 +32,12 @@ from pipeline.runs.state import is_complete
 from pipeline.shards.files.cached import cache_of
 from pipeline.shards.mixed_set import MixedSet, open_training_set
 from pipeline.shards.shard_set import ShardSet
+from pipeline.step.captured_step import what_hinders
 from pipeline.step.train_step import TrainState
 from pipeline.stream.samples import images_per_epoch
 from pipeline.stream.schedule import Schedule, make_schedule
 from pipeline.training.building import Settled, build, settle, training_loader
-from pipeline.training.compiling import Compilation
+from pipeline.training.compiling import GRAPHS, Compilation
 from pipeline.training.folder import RunLock, check_same_data, check_same_run, open_run_folder
 from pipeline.training.state import Run
 
@@ -166,8 +167,20 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
     store = StoreReport(world, (data.train_set, data.val_set))
     flops = prepared.cost.training_flops_per_image(config.train.micro_batch)
     flops_per_image = None if config.data.size_schedule else flops  # they are of one size
+    skipped = before.skipped_steps if before else 0
+    obstacle = what_hinders(train_state) if settled.compile == GRAPHS else "nothing is captured"
+    if obstacle is None:
+        train_state.engine.decide_on_the_device(config.train.max_skipped_steps - skipped)  # type: ignore[attr-defined]
+    elif settled.compile == GRAPHS:
+        say_once(world, f"train.compile=graphs captures the passes of a micro-batch, not the whole step: {obstacle}")
     compilation = Compilation(
-        settled.compile, settled.precision.name, folder, world, train_state.engine.module, train_state.objective
+        settled.compile,
+        settled.precision.name,
+        folder,
+        world,
+        train_state.engine.module,
+        train_state.objective,
+        obstacle is None,
     )
     run = Run(
         config=config,
@@ -190,7 +203,7 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         first_step=step,
         unsettled=None,
         step=step,
-        skipped_steps=before.skipped_steps if before else 0,
+        skipped_steps=skipped,
         best=before.best if before else None,
         evaluation_due=before.evaluation_due if before else False,
     )

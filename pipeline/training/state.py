@@ -119,6 +119,7 @@ class Run:
                 parts.enter_context(suppress(Exception))  # another one would hide the error that matters
             elif self.lock:
                 parts.callback(self.lock.release)
+            parts.callback(setattr, self.train_state, "captured", None)  # NCCL's groups cannot end before
             parts.callback(self.profiler.close if error is None else self.profiler.abandon)
             for part in (self.samples, self.log, self.val_loader, self.loader):
                 if part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pipeline.optim.averages import StepStatistics, WeightAverage
 from pipeline.optim.build import build_optimizer
 from pipeline.optim.engine import build_engine, choose_zero_stage, micro_batches, set_learning_rate
 from pipeline.optim.plain_engine import PlainEngine
+from pipeline.step.captured_step import what_hinders
 from pipeline.step.loss import Objective, label_loss
 from pipeline.step.train_step import StepResult, TrainState, forward_backward, random_batch, train_step
 from pipeline.training import compiling
@@ -241,3 +243,45 @@ def test_compiled_code_computes_with_the_copies(alone: World, tmp_path: Path, mo
         assert compilation.kind == kind
     assert losses[:2] == losses[2:]
     assert graphs[0] == graphs[1] == 2 and graphs[2:] == [0, 0]  # a block, and the loss
+
+
+def test_a_step_that_decides_on_the_device_is_the_same(alone: World) -> None:
+    """Guards against other weights where the learning rate is a tensor, as in a captured step, than with the same number, and against a step
+    that is taken, or touches anything, after one skip too many: the host hears of that one late."""
+    settings = config(clip_grad_norm=CLIP)
+    plain, ours = Trained(settings, alone, small_deit()), Trained(settings, alone, small_deit())
+    ours.engine.decide_on_the_device(1)
+    for number in range(STEPS):
+        images, lr = batches(MICRO_BATCHES, settings), float(torch.tensor(LR / (1 + number)))  # what float32 can hold
+        for batch in images:
+            batch.images.add_(number / 10)
+        for trained in (plain, ours):
+            following = iter(images)
+            assert train_step(trained.state, lambda: next(following), lr, seed=0).taken  # noqa: B023
+    expected = plain.everything()
+    assert all(torch.equal(value, expected[name]) for name, value in ours.everything().items())
+
+    good, bad = batches(MICRO_BATCHES, settings), batches(MICRO_BATCHES, settings)
+    bad[0].images[0, 0, 0, 0] = torch.nan
+    assert not ours.step(bad).taken and ours.step(good).taken  # one is allowed
+    before = ours.everything()
+    assert not ours.step(bad).taken and not ours.step(good).taken
+    assert all(torch.equal(value, before[name]) for name, value in ours.everything().items())
+
+
+def test_what_cannot_be_captured_is_named(alone: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a graph that holds a decision of the host, and against a run that ends where capturing fails: here is no GPU."""
+    settings = config()
+    state = Trained(settings, alone, small_deit()).state
+    assert what_hinders(state) == "a step has several micro-batches"
+    one = settings.with_values({"train.global_batch_size": settings.train.micro_batch})
+    state = Trained(one, alone, small_deit()).state
+    assert what_hinders(state) is None
+    assert what_hinders(replace(state, objective=Objective(state.objective.label_loss, lambda images: images))) is not None
+    lamb = Trained(one.with_values({"optim.name": "lamb"}), alone, small_deit()).state
+    assert what_hinders(lamb) == "the optimizer decides on the host"
+    compilation = compiling.Compilation("graphs", "fp32", tmp_path, alone, state.engine.module, state.objective, captures=True)
+    compilation.capture(state, batches(1, one)[0], seed=0)
+    assert compilation.kind == "model" and not compilation.captures and state.captured is None
+    (warning,) = caplog.messages
+    assert warning.endswith("the run continues as with train.compile=model")

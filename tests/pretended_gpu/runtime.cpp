@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -26,6 +27,7 @@ size_t allocated = 0;
 struct Event {
     Graph* graph = nullptr;  // recorded in this capture
     unsigned long long capture = 0;
+    bool recorded = false;
 };
 struct Launch {
     dim3 grid, block;
@@ -33,6 +35,16 @@ struct Launch {
     cudaStream_t stream = nullptr;
 };
 thread_local Launch next_launch;
+std::atomic<unsigned long long> capturing{0};  // number of the capture that is under way: one at a time; 0: none
+std::atomic<bool> broken{false};  // something was done that cannot be captured
+thread_local unsigned long long captured_here = 0;  // the last capture that this thread began
+thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+
+// Whether a call of this thread that a capture forbids comes during one, which is invalid from then on.
+bool breaks_a_capture(bool on_any_thread = false) {
+    if (!capturing || (!on_any_thread && (captured_here != capturing || mode == cudaStreamCaptureModeRelaxed))) return false;
+    return broken = true;
+}
 
 // Ranges of memory by their begin.
 struct Ranges : std::map<std::uintptr_t, size_t> {
@@ -105,7 +117,7 @@ cudaError_t new_stream(cudaStream_t* handle) {
 cudaError_t record(cudaEvent_t event, cudaStream_t handle) {
     pretended_call("event record");
     const Stream* stream = stream_of(handle);
-    *reinterpret_cast<Event*>(event) = stream ? Event{stream->graph, stream->capture} : Event{};
+    *reinterpret_cast<Event*>(event) = stream && stream->graph ? Event{stream->graph, stream->capture, true} : Event{nullptr, 0, true};
     return cudaSuccess;
 }
 
@@ -118,7 +130,7 @@ void move(void* to, const void* from, size_t size) {
     bool known = !device_memory.contains(from) || (last != written.end() && last->first == source && last->second == size);
     if (size > SMALL) known |= last != written.end() && last->first < source + size;  // a part of it: the weights in a flat tensor
     if (!known && size <= A_NUMBER) {
-        std::memset(to, 0, size);  // a kernel should have computed it, perhaps where something else has been before
+        std::memset(to, size == 1, size);  // a kernel should have computed it, perhaps where something else has been before
     } else if (known || size <= SMALL || !device_memory.contains(to)) {
         std::memmove(to, from, size);
     }
@@ -225,6 +237,7 @@ PRETENDED cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 }
 PRETENDED cudaError_t cudaMalloc(void** pointer, size_t size) {
     pretended_call("allocation");
+    if (breaks_a_capture()) return cudaErrorStreamCaptureUnsupported;
     return allocate(device_memory, pointer, size);
 }
 PRETENDED cudaError_t cudaFree(void* pointer) { return release(device_memory, pointer); }
@@ -257,6 +270,7 @@ PRETENDED cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, c
 }
 PRETENDED cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind kind) {
     pretended_call("synchronisation by a copy");
+    if (breaks_a_capture()) return cudaErrorStreamCaptureUnsupported;
     return copy(to, from, size, kind, nullptr);
 }
 PRETENDED cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
@@ -275,15 +289,27 @@ PRETENDED cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 PRETENDED cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { return *priority = 0, cudaSuccess; }
 PRETENDED cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-PRETENDED cudaError_t cudaStreamSynchronize(cudaStream_t) { return pretended_call("synchronisation of a stream"), cudaSuccess; }
-PRETENDED cudaError_t cudaDeviceSynchronize() { return pretended_call("synchronisation of the device"), cudaSuccess; }
-PRETENDED cudaError_t cudaEventSynchronize(cudaEvent_t) { return pretended_call("synchronisation of an event"), cudaSuccess; }
+PRETENDED cudaError_t cudaStreamSynchronize(cudaStream_t) {
+    pretended_call("synchronisation of a stream");
+    return breaks_a_capture() ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
+PRETENDED cudaError_t cudaDeviceSynchronize() {
+    pretended_call("synchronisation of the device");
+    return breaks_a_capture(true) ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
+PRETENDED cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    pretended_call("synchronisation of an event");
+    return cudaEventQuery(event);
+}
 PRETENDED cudaError_t cudaEventCreate(cudaEvent_t* event) {
     return *event = reinterpret_cast<cudaEvent_t>(new Event), cudaSuccess;
 }
 PRETENDED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return cudaEventCreate(event); }
 PRETENDED cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete reinterpret_cast<Event*>(event), cudaSuccess; }
-PRETENDED cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+PRETENDED cudaError_t cudaEventQuery(cudaEvent_t event) {
+    const bool captured = capturing && reinterpret_cast<Event*>(event)->capture == capturing;
+    return breaks_a_capture(captured) ? captured ? cudaErrorCapturedEvent : cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
 PRETENDED cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) { return *milliseconds = 1, cudaSuccess; }
 PRETENDED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return record(event, stream); }
 PRETENDED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return record(event, stream); }
@@ -291,17 +317,23 @@ PRETENDED cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event
     pretended_call("wait for an event");
     const Event& waited = *reinterpret_cast<Event*>(event);
     Stream* stream = stream_of(handle);
-    if (stream && waited.graph) stream->graph = waited.graph, stream->capture = waited.capture;  // joins the capture
+    if (waited.graph && waited.capture == capturing) {
+        if (!stream) return broken = true, cudaErrorStreamCaptureImplicit;  // the default stream cannot join
+        stream->graph = waited.graph, stream->capture = waited.capture;
+    } else if (stream && stream->graph && waited.recorded) {
+        return broken = true, cudaErrorStreamCaptureIsolation;  // what a graph waits for must be in it
+    }
     return cudaSuccess;
 }
 
 // Graphs
-PRETENDED cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+PRETENDED cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* other) { return std::swap(mode, *other), cudaSuccess; }
 PRETENDED cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
     static unsigned long long captures = 0;
     Stream* stream = stream_of(handle);
     if (!stream || stream->graph) return cudaErrorIllegalState;
     stream->graph = new Graph, stream->capture = ++captures;
+    capturing = captured_here = captures, broken = false;
     return cudaSuccess;
 }
 PRETENDED cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
@@ -310,6 +342,8 @@ PRETENDED cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* gra
     for (Stream* stream : streams) {
         if (stream->graph == captured) stream->graph = nullptr;
     }
+    capturing = 0;
+    if (broken) return delete captured, *graph = nullptr, cudaErrorStreamCaptureInvalidated;
     *graph = reinterpret_cast<cudaGraph_t>(captured);
     return captured ? cudaSuccess : cudaErrorIllegalState;
 }
