@@ -82,9 +82,11 @@ def test_what_is_advised_is_there() -> None:
     assert len(of_the_repository) > 8
     assert [text for text in of_the_repository if "repository" not in text] == []
 
-    modules = {module for path in FILES for module in re.findall(r"python -m ([\w.]+\w)", path.read_text())}
-    assert len(modules) > 8
+    texts = [path.read_text() for path in FILES]
+    modules = {module for text in texts for module in re.findall(r"python -m ([\w.]+\w)", text)}
     assert [module for module in modules if not find_spec(module)] == []
+    advised = {command for text in texts for command in re.findall(r"pervit ([a-z-]+) (?:-|[A-Z]{3}|{)", text)}
+    assert len(advised) > 8 and advised <= MODULES.keys()
     assert [path for path in FILES if re.search(r"python (data_prep|pipeline)/", path.read_text())] == [
         REPOSITORY / "pipeline" / "command_line.py"
     ]

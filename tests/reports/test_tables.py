@@ -70,7 +70,7 @@ def test_runs_of_other_data_stand_in_columns_by_themselves(tmp_path: Path) -> No
     assert (
         "compare the differences" in text and "CIFAR-10 (10 classes, 50,000 training" in text and "64 pixels, 3 epochs" in text
     )
-    command = next(line for line in text.splitlines() if "pervit_table5_euc_ml" in line and line.startswith("python -m"))
+    command = next(line for line in text.splitlines() if "pervit_table5_euc_ml" in line and line.startswith("pervit "))
     assert "model.image_size=64" in command and "train.epochs=3.0" in command and "widths=[32, 48, 56, 72]" in command
 
 
