@@ -53,8 +53,8 @@ PlainValues = Annotated[dict[str, Any], AfterValidator(_checked_plain)]
 
 
 class ModelConfig(Section):
-    name: Annotated[Text, Field(max_length=100)] = "pervit_t"
-    """Model name; `pervit models` lists them. `timm:NAME`: a classifier of timm."""
+    name: Annotated[Text, Field(max_length=200)] = "pervit_t"
+    """Model name; `pervit models` lists them. `timm:NAME`: a classifier of timm. `module:build`: one of a function or class, in a file in the current folder or on PYTHONPATH."""
     image_size: Annotated[int, Field(ge=1, le=MAX_SIDE)] = 224
     """Side of the square input, in pixels."""
     num_classes: PositiveInt = 1000
@@ -63,6 +63,13 @@ class ModelConfig(Section):
     """Stochastic depth rate of the last block."""
     switches: PlainValues = {}
     """Ablation switches of the model family, or arguments of timm's model; `pervit models NAME` lists them."""
+    options: PlainValues = {}
+    """With `module:build`, or a model of an installed package: arguments of its function, such as `{width: 64}`."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the model is built with beside the other keys."""
+        return {**self.switches, **self.options}
 
 
 class TrainConfig(Section):

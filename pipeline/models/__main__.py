@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
-from pipeline.models.entry import is_timm
+from pipeline.models.entry import installed_models, is_timm
 
 if TYPE_CHECKING:
     from pipeline.models.entry import ModelEntry
@@ -41,7 +41,7 @@ def overview() -> str:
             f"{name:<18} {parameter_count(entry):>12,} {published:>8} {entry.image_size:>6} "
             f"{entry.num_classes:>7}  {entry.description}; {entry.paper}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"{name:<18} {path}, of an installed package" for name, path in installed_models().items())])
 
 
 def details(name: str) -> str:
@@ -53,11 +53,14 @@ def details(name: str) -> str:
         entry.paper,
         f"{parameter_count(entry):,} parameters at {entry.image_size} pixels and {entry.num_classes} classes{top1}",
     ]
-    if is_timm(name):
-        from pipeline.models.timm.network import arguments_of  # imported late: timm is an extra
+    if name not in models.list_models():
+        from pipeline.models.imported import options_of  # imported late, with PyTorch
+        from pipeline.models.timm.network import arguments_of
 
-        lines += ["", "Switches, set with model.switches.NAME=VALUE, are arguments of timm.create_model:"]
-        for switch, value in arguments_of(name).items():  # some defaults are classes or functions of timm's, or missing
+        taken = arguments_of(name) if is_timm(name) else options_of(name)
+        said = "Switches, set with model.switches.NAME=VALUE, are arguments of timm.create_model:"
+        lines += ["", said if is_timm(name) else "Arguments, set with model.options={NAME: VALUE}:"]
+        for switch, value in taken.items():  # some defaults are classes or functions of timm's, or missing
             lines.append(
                 f"  {switch} = {value!r}" if isinstance(value, bool | int | float | str | tuple | NoneType) else f"  {switch}"
             )

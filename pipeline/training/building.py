@@ -180,7 +180,7 @@ def build(
     """
     config, fresh = settled.config, verified is None
     say_once(world, f"building {config.model.name}")
-    count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
+    count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.arguments)
     counted = world.from_main(asdict(flops.count(*count)) if world.is_main else None)  # before ZeRO-3 patches F.linear
     model = build_model(config, world, classes, fresh)
     first_maps = None

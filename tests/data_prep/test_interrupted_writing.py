@@ -61,7 +61,9 @@ def test_ctrl_c_is_one_line_and_keeps_what_is_finished(sent: signal.Signals, dig
     else:
         os.killpg(process.pid, sent)  # as a terminal does
     _, stderr = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and stderr.endswith("stopped; the same command continues from what was saved, if anything was\n")
+    assert process.returncode == 130 and stderr.endswith(
+        "stopped; the same command continues from what was saved, if anything was\n"
+    )
     assert "Traceback" not in stderr and (sent != signal.SIGINT or stderr.count("\n") == 1)
     assert not [pid for pid in _session_members(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert list(output.glob(".*.finished.npz")) and not list(output.glob(".*.tmp"))

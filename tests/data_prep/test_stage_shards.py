@@ -76,7 +76,10 @@ def test_an_interrupted_command_goes_on(how: signal.Signals, digits_shards: Path
     process.send_signal(how)
     _, err = process.communicate()
     if how == signal.SIGTERM:
-        assert (process.returncode, err.strip()) == (130, "stopped; the same command continues from what was saved, if anything was")
+        assert (process.returncode, err.strip()) == (
+            130,
+            "stopped; the same command continues from what was saved, if anything was",
+        )
     run_forked("data_prep.stage_shards", digits_shards, "--cache", cache)
     check_whole(digits_shards, cache)
 

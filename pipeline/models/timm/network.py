@@ -1,4 +1,5 @@
-"""Build timm's networks, and find out by a trial pass what one does: its stochastic depth, what else it draws, its features."""
+"""Build timm's networks, and find out by a trial pass what one of them, or of any other origin, does: its stochastic depth, what else it
+draws, its features."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +39,8 @@ _RESERVED = {  # arguments of timm.create_model that a switch must not set -> wh
 }
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
 _TRIAL_BATCH = 2  # images: tells a batch's dimension from a window's
+_DROPS = {"DropPath", "StochasticDepth"}  # classes of stochastic depth, of timm, of torchvision and of those who copied them
+_ROWS = 4096  # that such a module is given, to see whether it drops samples
 
 
 @dataclass(frozen=True)
@@ -157,15 +160,24 @@ def try_out(name: str, num_classes: int, image_size: int, drop_path: float, swit
 
 @lru_cache(maxsize=32)  # a start builds a model several times
 def _try_out(name: str, num_classes: int, image_size: int, drop_path: float, switches: str) -> Trial:
+    given = json.loads(switches)
+    build = partial(build_network, name, num_classes, image_size, drop_path, given)
+    return observe(build, name, num_classes, image_size, given)
+
+
+def observe(build: Callable[[], nn.Module], name: str, num_classes: int, image_size: int, switches: Mapping[str, Any]) -> Trial:
+    """Give a network that ``build`` makes two blank images, as :func:`try_out` does."""
     try:
-        return _observe("meta", name, num_classes, image_size, drop_path, json.loads(switches))
+        return _observe("meta", build, name, num_classes, image_size, switches)
     except Exception:  # an operator without a form for meta, or a mistake of the user's, which the CPU explains
-        return _observe("cpu", name, num_classes, image_size, drop_path, json.loads(switches))
+        return _observe("cpu", build, name, num_classes, image_size, switches)
 
 
-def _observe(device: str, name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> Trial:
+def _observe(
+    device: str, build: Callable[[], nn.Module], name: str, num_classes: int, image_size: int, switches: Mapping[str, Any]
+) -> Trial:
     with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
-        network = build_network(name, num_classes, image_size, drop_path, switches)
+        network = build()
         images = torch.zeros(_TRIAL_BATCH, 3, image_size, image_size)
         try:
             in_training, draws, calls = _watched(network, images)
@@ -191,11 +203,9 @@ def _watched(network: nn.Module, images: Tensor) -> tuple[Any, set[str], dict[st
     A DropPath whose input's first dimension is not the batch, as in TNT, counts among the operators: its draws are of windows or
     patches.
     """
-    from timm.layers import DropPath
-
     calls: Counter[str] = Counter()
     others: set[str] = set()
-    paths = {name: module for name, module in network.named_modules() if isinstance(module, DropPath) and module.drop_prob}
+    paths = {name: module for name, module in network.named_modules() if drops_samples(module)}
     with Draws() as draws:
 
         def before(name: str, x: Tensor) -> None:
@@ -213,6 +223,31 @@ def _watched(network: nn.Module, images: Tensor) -> tuple[Any, set[str], dict[st
         scores = network.train()(images)
     names = draws.names | ({"drop_path of parts of an image"} if others else set())
     return scores, names, {name: calls[name] for name in paths if calls[name] and name not in others}
+
+
+def drop_rate(module: Any) -> float:
+    """The rate of a module of stochastic depth: what timm and torchvision call it."""
+    return float(getattr(module, "drop_prob", getattr(module, "p", None)) or 0.0)
+
+
+def scales_kept(module: Any) -> bool:
+    """Whether it divides what it keeps by the share that it keeps."""
+    return bool(getattr(module, "scale_by_keep", True))
+
+
+def drops_samples(module: nn.Module) -> bool:
+    """Whether a module is stochastic depth, whatever library it is of: it drops some samples of a batch and scales the others."""
+    rate = drop_rate(module) if _DROPS & {kind.__name__ for kind in type(module).__mro__} else 0.0
+    if not 0 < rate < 1:
+        return False
+    try:
+        with torch.device("cpu"):
+            given = module.train()(torch.ones(_ROWS, 2))
+    except Exception:  # another module of that name
+        return False
+    kept = torch.tensor(1 / (1 - rate) if scales_kept(module) else 1.0)
+    alone = bool((given[:, 0] == given[:, 1]).all() and ((given == 0) | torch.isclose(given, kept)).all())
+    return alone and abs(float((given[:, 0] == 0).float().mean()) - rate) < 0.1  # else all samples together
 
 
 def _feature_width(network: Any, images: Tensor) -> int | None:
