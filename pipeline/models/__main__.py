@@ -53,14 +53,18 @@ def details(name: str) -> str:
         entry.paper,
         f"{parameter_count(entry):,} parameters at {entry.image_size} pixels and {entry.num_classes} classes{top1}",
     ]
-    if name not in models.list_models():
-        from pipeline.models.imported import options_of  # imported late, with PyTorch
-        from pipeline.models.timm.network import arguments_of
+    if not is_timm(name) and name not in models.list_models():
+        from pipeline.models.imported import function_of  # imported late, with PyTorch
 
-        taken = arguments_of(name) if is_timm(name) else options_of(name)
-        said = "Switches, set with model.switches.NAME=VALUE, are arguments of timm.create_model:"
-        lines += ["", said if is_timm(name) else "Arguments, set with model.options={NAME: VALUE}:"]
-        for switch, value in taken.items():  # some defaults are classes or functions of timm's, or missing
+        taken = [str(each) for each in function_of(name)[1].values()]
+        return "\n".join(
+            [*lines, "", f"Arguments, of which model.options sets those that no other key does: {', '.join(taken)}"]
+        )
+    if is_timm(name):
+        from pipeline.models.timm.network import arguments_of  # imported late: timm is an extra
+
+        lines += ["", "Switches, set with model.switches.NAME=VALUE, are arguments of timm.create_model:"]
+        for switch, value in arguments_of(name).items():  # some defaults are classes or functions of timm's, or missing
             lines.append(
                 f"  {switch} = {value!r}" if isinstance(value, bool | int | float | str | tuple | NoneType) else f"  {switch}"
             )

@@ -58,7 +58,7 @@ def model_entry(name: str) -> ModelEntry:
         entry = _timm("classifier").timm_entry(name)
         return entry
     if name not in list_models():
-        entry = importlib.import_module("pipeline.models.imported").imported_entry(name, import_path(name))
+        entry = importlib.import_module("pipeline.models.imported").imported_entry(name)
         return entry
     if name not in registered:
         importlib.import_module(f"pipeline.models.{_MODULE_OF[name]}")
@@ -83,7 +83,7 @@ def _timm(module: str) -> ModuleType:
 
 def model_of(config: Config) -> VisionModel:
     """The model that a config describes, randomly initialized; raises what :func:`create_model` raises."""
-    return create_model(
+    model = create_model(
         config.model.name,
         config.model.num_classes,
         config.model.image_size,
@@ -91,6 +91,9 @@ def model_of(config: Config) -> VisionModel:
         config.train.activation_checkpointing,
         config.model.arguments,
     )
+    if config.train.freeze:
+        model.freeze(config.train.freeze)
+    return model
 
 
 def create_model(

@@ -12,13 +12,14 @@ from faults.history import same_files
 from pipeline.checkpoint.folder import latest_step
 from pipeline.inference.trained import read_trained
 from pipeline.models import load_exported, registry
-from support import their_nets
+from support import their_augs, their_nets
 from support.ranks import Job, run_forked
 from support.runs import step_rows
 
 pytestmark = pytest.mark.multiprocess
 NAME = "nets_of_a_user:Net"
 KEYS = [f"model.name={NAME}", "model.options={width: 8, dropout: 0.2}", "model.switches={}", "model.drop_path=0.3"]
+KEYS += ["augment.imported={augs_of_a_user:Posterize: {least: 2}}", "augment.rand_augment_ops=0"]
 KEYS += ["train.ema_decay=0.9", "log.every_steps=1", "checkpoint.every_steps=1"]
 
 
@@ -29,6 +30,7 @@ def test_a_killed_run_goes_on_and_is_used_and_exported(
     code, straight, killed = tmp_path / "code", tmp_path / "straight", tmp_path / "killed"
     code.mkdir()
     shutil.copy(str(their_nets.__file__), code / "nets_of_a_user.py")
+    shutil.copy(str(their_augs.__file__), code / "augs_of_a_user.py")
     run = ["--config", small_run, *KEYS]
     job = Job(2, *run, f"output_dir={killed}", "train.max_steps=400", folder=code)
     assert job.until(lambda: (latest_step(killed) or 0) >= 2), job.outputs()

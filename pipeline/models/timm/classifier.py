@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipeline.errors import UserError, first_line
 from pipeline.models.common.base import Switches, VisionModel
 from pipeline.models.entry import TIMM_PREFIX, ModelEntry
-from pipeline.models.timm.network import Trial, build_network, drop_rate, import_timm, scales_kept, try_out
+from pipeline.models.timm.network import Maker, Trial, build_network, drop_rate, import_timm, scales_kept, try_out
 
 NET = "net."  # before the network's own names of parameters
 _FILTERS = ("checkpoint_filter_fn", "checkpoint_filter_fn_classifier", "_filter_fn")  # what timm's modules call them
@@ -122,6 +122,17 @@ class WrappedClassifier(VisionModel):
         self._norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
         self._momenta: list[float | None] = []
 
+    @staticmethod
+    def heads(net: Any, num_classes: int) -> Sequence[str]:
+        """Names of the classifiers: what ``get_classifier`` gives, as in timm's models, else the last linear layer of so many outputs."""
+        try:
+            found = net.get_classifier()
+        except Exception:  # it has no such method, or another one
+            found = None
+        names = [key for key, module in net.named_modules() if module is found]
+        linear = [key for key, each in net.named_modules() if isinstance(each, nn.Linear) and each.out_features == num_classes]
+        return (names or linear)[-1:]
+
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         scales = self.branch_scales(images.shape[0], noise)  # (B, branches); len() would fix B in an exported graph
         column = 0
@@ -198,6 +209,12 @@ class TimmClassifier(WrappedClassifier):
 
     library = "timm"
 
+    @staticmethod
+    def heads(net: Any, num_classes: int) -> Sequence[str]:
+        """See the base class."""
+        names = net.pretrained_cfg.get("classifier") or ()
+        return [names] if isinstance(names, str) else names
+
     def prepared_weights(self, weights: Mapping[str, Tensor], source: str) -> Mapping[str, Tensor]:
         """Weights under timm's names, the authors' or ours (``net.`` before timm's) through timm's own filter, which renames and resamples
         what this model needs.
@@ -240,19 +257,26 @@ class TimmClassifier(WrappedClassifier):
         return sentences
 
 
-def build_timm(
-    name: str, switches: TimmSwitches, num_classes: int, image_size: int, drop_path: float, activation_checkpointing: bool
-) -> TimmClassifier:
-    """The builder of a registry entry."""
+def build_wrapped(
+    kind: type[WrappedClassifier],
+    make: Maker,
+    checked: Maker,
+    name: str,
+    switches: TimmSwitches,
+    num_classes: int,
+    image_size: int,
+    drop_path: float,
+    activation_checkpointing: bool,
+) -> WrappedClassifier:
+    """The builder of a registry entry, of a ``kind`` with the networks that ``make`` makes, and ``checked`` for a trial."""
     options = dict(switches.model_extra or {})
-    trial = try_out(name, num_classes, image_size, drop_path, options)
+    trial = try_out(name, num_classes, image_size, drop_path, options, checked)
     if drop_path and not trial.branches:
         raise UserError(f"model.drop_path is {drop_path}, but {name} has no stochastic depth", "set model.drop_path=0")
     default = torch.get_default_device()
     with torch.device(trial.device if default.type == "meta" else default):  # some networks cannot be built on meta
-        net: Any = build_network(name, num_classes, image_size, drop_path, options)
-    heads = net.pretrained_cfg.get("classifier") or ()
-    return TimmClassifier(name, net, trial, activation_checkpointing, switches, [heads] if isinstance(heads, str) else heads)
+        net = make(name, num_classes, image_size, drop_path, options)
+    return kind(name, net, trial, activation_checkpointing, switches, kind.heads(net, num_classes))
 
 
 def timm_entry(name: str) -> ModelEntry:
@@ -261,7 +285,7 @@ def timm_entry(name: str) -> ModelEntry:
     cfg = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
     return ModelEntry(
         name=name,
-        build=partial(build_timm, name),
+        build=partial(build_wrapped, TimmClassifier, build_network, build_network, name),
         description="a model of timm",
         paper=f"timm {timm.__version__}",
         switches=TimmSwitches,

@@ -11,12 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import UserError, first_line, missing_extra
@@ -38,6 +39,7 @@ _RESERVED = {  # arguments of timm.create_model that a switch must not set -> wh
     "dtype": "train.precision sets it",
 }
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
+Maker = Callable[[str, int, int, float, Mapping[str, Any]], nn.Module]  # as :func:`build_network`
 _TRIAL_BATCH = 2  # images: tells a batch's dimension from a window's
 _DROPS = {"DropPath", "StochasticDepth"}  # classes of stochastic depth, of timm, of torchvision and of those who copied them
 _ROWS = 4096  # that such a module is given, to see whether it drops samples
@@ -50,6 +52,7 @@ class Trial:
     device: str  # on which it can be built and run: meta without memory, else cpu
     branches: Mapping[str, int]  # name of each DropPath module that drops samples -> its calls in a forward pass
     draws: tuple[str, ...]  # operators that draw from PyTorch's generator besides, in training mode
+    changed: Sequence[str]  # buffers that a forward pass changes, beside those of BatchNorm
     feature_width: int | None  # D of what the classifier sees, (B, D); None: the network has no such form
 
 
@@ -92,6 +95,9 @@ def build_network(name: str, num_classes: int, image_size: int, drop_path: float
     Raises:
         UserError: timm cannot build it with these arguments.
     """
+    for key in switches:
+        if key in _RESERVED:
+            raise UserError(f"model.switches.{key} is set for {name}, but {_RESERVED[key]}", "remove the switch")
     timm = import_timm()
     architecture = name.removeprefix(TIMM_PREFIX)
     if not timm.is_model(architecture):
@@ -144,40 +150,34 @@ def arguments_of(name: str) -> dict[str, Any]:
     return {key: parameter.default for key, parameter in parameters.items() if key not in hidden}
 
 
-def try_out(name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> Trial:
-    """Build the network once more and give it two blank images, in training and in evaluation mode.
+def try_out(
+    name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any], make: Maker = build_network
+) -> Trial:
+    """Make the network once more and give it two blank images, in training and in evaluation mode.
 
     On the meta device, which computes nothing; on the CPU if the network does not work there. PyTorch's generator is left as it was.
 
     Raises:
         UserError: it cannot be built, takes no such images, is not a classifier, or a switch is not the user's to set.
     """
-    for key in switches:
-        if key in _RESERVED:
-            raise UserError(f"model.switches.{key} is set for {name}, but {_RESERVED[key]}", "remove the switch")
-    return _try_out(name, num_classes, image_size, drop_path, json.dumps(dict(switches), sort_keys=True))
+    return _try_out(make, name, num_classes, image_size, drop_path, json.dumps(dict(switches), sort_keys=True))
 
 
 @lru_cache(maxsize=32)  # a start builds a model several times
-def _try_out(name: str, num_classes: int, image_size: int, drop_path: float, switches: str) -> Trial:
-    given = json.loads(switches)
-    build = partial(build_network, name, num_classes, image_size, drop_path, given)
-    return observe(build, name, num_classes, image_size, given)
-
-
-def observe(build: Callable[[], nn.Module], name: str, num_classes: int, image_size: int, switches: Mapping[str, Any]) -> Trial:
-    """Give a network that ``build`` makes two blank images, as :func:`try_out` does."""
+def _try_out(make: Maker, name: str, num_classes: int, image_size: int, drop_path: float, switches: str) -> Trial:
+    asked = (make, name, num_classes, image_size, drop_path, json.loads(switches))
     try:
-        return _observe("meta", build, name, num_classes, image_size, switches)
+        return _observe("meta", *asked)
     except Exception:  # an operator without a form for meta, or a mistake of the user's, which the CPU explains
-        return _observe("cpu", build, name, num_classes, image_size, switches)
+        return _observe("cpu", *asked)
 
 
 def _observe(
-    device: str, build: Callable[[], nn.Module], name: str, num_classes: int, image_size: int, switches: Mapping[str, Any]
+    device: str, make: Maker, name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]
 ) -> Trial:
     with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
-        network = build()
+        network = make(name, num_classes, image_size, drop_path, switches)
+        before = _versions(network)
         images = torch.zeros(_TRIAL_BATCH, 3, image_size, image_size)
         try:
             in_training, draws, calls = _watched(network, images)
@@ -194,7 +194,14 @@ def _observe(
                     f"{name} is not a plain classifier: in {mode} it must give ({_TRIAL_BATCH}, {num_classes}) for {_TRIAL_BATCH} images, got {shape}",
                     "choose another model, or switches with which it is one",
                 )
-        return Trial(device, calls, tuple(sorted(draws)), _feature_width(network, images))
+        changed = [key for key, version in _versions(network).items() if before.get(key) != version]
+        return Trial(device, calls, tuple(sorted(draws)), changed, _feature_width(network, images))
+
+
+def _versions(network: nn.Module) -> dict[str, tuple[int, int]]:
+    """What tells whether a buffer has changed, but of BatchNorm's: it is another tensor, or was written to."""
+    norms = {id(buffer) for norm in network.modules() if isinstance(norm, _BatchNorm) for buffer in norm.buffers()}
+    return {key: (id(buffer), buffer._version) for key, buffer in network.named_buffers() if id(buffer) not in norms}
 
 
 def _watched(network: nn.Module, images: Tensor) -> tuple[Any, set[str], dict[str, int]]:
