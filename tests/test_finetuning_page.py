@@ -60,7 +60,7 @@ def test_its_three_commands_make_a_model_that_is_right(place: Path) -> None:
         more = QUICKER if module == "pipeline.train" else []
         done = run_forked(module, *words, *more, folder=place)
         said.append(done.stdout + done.stderr)
-    assert "96 images of 2 classes" in said[0]
+    assert "108 images of 2 classes" in said[0]
     assert sum(map(int, re.findall(r"non-JPEG images unchanged: (\d+) png", said[0]))) == 30
     assert f"init_from: 152 tensors of {WEIGHTS}" in said[1]
     assert "head.weight is initialized from scratch: (1000, " in said[1]
@@ -80,7 +80,15 @@ def test_timms_weights_of_the_hub_are_a_start(place: Path, tmp_path: Path, monke
     config = {"architecture": source.removeprefix("timm:"), "num_classes": 1000, "pretrained_cfg": {"num_classes": 1000}}
     weights = torch.load(place / WEIGHTS)["model"]
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
-    run = ["--config", "finetune_folder", "data.path=data/photos", "model.num_classes=2", "model.name=deit_t", *QUICKER]
+    run = [
+        "--config",
+        "finetune_folder",
+        "data.path=data/photos",
+        "model.num_classes=2",
+        "model.name=deit_t",
+        "output_dir=runs/from_hub",
+        *QUICKER,
+    ]
     run += [f"train.init_from={source}", "--dry-run"]
     with FakeHub() as hub:
         hub.repositories[repository] = {"config.json": json.dumps(config).encode(), "model.safetensors": save(weights)}

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from faults.history import same_files
-from pipeline.checkpoint.folder import latest_step
+from pipeline.checkpoint.folder import latest_step, saved_steps
+from pipeline.checkpoint.weights import read_weights
 from pipeline.inference.trained import read_trained
 from pipeline.models import load_exported, registry
 from support import their_augs, their_nets
@@ -20,7 +21,13 @@ pytestmark = pytest.mark.multiprocess
 NAME = "nets_of_a_user:Net"
 KEYS = [f"model.name={NAME}", "model.options={width: 8, dropout: 0.2}", "model.switches={}", "model.drop_path=0.3"]
 KEYS += ["augment.imported={augs_of_a_user:Posterize: {least: 2}}", "augment.rand_augment_ops=0"]
-KEYS += ["train.ema_decay=0.9", "log.every_steps=1", "checkpoint.every_steps=1"]
+KEYS += [
+    "train.zero_stage=0",
+    "train.freeze=[stem, blocks.0]",
+    "train.ema_decay=0.9",
+    "log.every_steps=1",
+    "checkpoint.every_steps=1",
+]
 
 
 def test_a_killed_run_goes_on_and_is_used_and_exported(
@@ -42,6 +49,10 @@ def test_a_killed_run_goes_on_and_is_used_and_exported(
     run_forked("pipeline.train", *run, f"output_dir={straight}", last, processes=2, folder=code)
     losses = [[(row["step"], row["loss"], row["grad_norm"]) for row in step_rows(folder)] for folder in (killed, straight)]
     assert same_files(killed, straight) and losses[0] == losses[1]
+
+    weights = [read_weights(straight, step).model for step in saved_steps(straight)[-2:]]
+    same = {name for name, value in weights[0].items() if torch.equal(value, weights[1][name])}
+    assert same == {name for name in weights[0] if name.startswith(("net.stem.", "net.blocks.0."))}
 
     monkeypatch.setenv(registry.TRUSTED, NAME)
     monkeypatch.syspath_prepend(str(code))

@@ -36,8 +36,8 @@ def check_timm_name(name: str) -> None:
     plain, dot, tag = architecture.partition(".")
     if dot and plain in known:
         raise UserError(
-            f"model.name must be an architecture, got {name}, whose part {tag!r} names weights, which are never downloaded",
-            f"write {TIMM_PREFIX}{plain}, and give a local file with the weights to train.init_from",
+            f"model.name must be an architecture, got {name}, whose part {tag!r} names weights",
+            f"write model.name={TIMM_PREFIX}{plain} train.init_from={name}",
         )
     if known and architecture not in known:
         close = difflib.get_close_matches(plain, known, n=1)

@@ -29,10 +29,10 @@ _RESERVED = {  # arguments of timm.create_model that a switch must not set -> wh
     "drop_path_rate": "model.drop_path sets it",
     "in_chans": "images have 3 channels",
     **dict.fromkeys(
-        ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay"), "nothing is downloaded: train.init_from takes a local file"
+        ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay"), "train.init_from=timm:NAME.TAG takes timm's weights"
     ),
-    "checkpoint_path": "train.init_from takes a local file",
-    "cache_dir": "nothing is downloaded",
+    "checkpoint_path": "train.init_from takes a file",
+    "cache_dir": "it does not describe the model",
     **dict.fromkeys(("features_only", "out_indices"), "a classifier is trained"),
     **dict.fromkeys(("scriptable", "exportable", "no_jit"), "it does not describe the model"),
     "device": "the run chooses the device",
