@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> None:
 
     with console.stage(f"reading {args.checkpoint}"):
         trained, config = read_asked(args)
-    config = config.with_values({"model.switches": {**config.model.switches, **parse_switches(args.switch)}})
+    given = {**config.model.arguments, **parse_switches(args.switch)}
+    config = config.with_values({"model.switches": given, "model.options": {}})
     with console.stage(f"listing {args.data}"):
         images = open_split(args.data, args.split, trained.classes if trained.named else None)
     if trained.named:

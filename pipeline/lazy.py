@@ -1,11 +1,16 @@
-"""Lazy package imports (PEP 562): a module is loaded when one of its names is first used, so that ``--help`` need not load PyTorch."""
+"""Import late: lazy package imports (PEP 562), a module is loaded when one of its names is first used, so that ``--help`` need not load
+PyTorch; and what a config names as ``module:name``."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from functools import reduce
 from importlib import import_module
 from typing import Any
+
+from pipeline.errors import UserError, first_line
 
 
 def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -28,3 +33,21 @@ def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], Call
         return value
 
     return get, lambda: sorted({*vars(sys.modules[package]), *home}), sorted(home)
+
+
+def import_named(key: str, name: str, what: str) -> Any:
+    """What ``name``, the ``module:Class`` of the config's ``key``, stands for; the module is installed, on PYTHONPATH or in the current folder.
+
+    Raises:
+        UserError: it cannot be imported; ``what`` it must be is such as "a class that can be imported, as module:Class".
+    """
+    module, _, attribute = name.partition(":")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # Python itself does so for `python -m`, but not for `pervit`
+    try:
+        return reduce(getattr, attribute.split("."), import_module(module))
+    except (Exception, SystemExit) as error:  # whatever a module of somebody else raises
+        raise UserError(
+            f"{key} must be {what}, got {name} ({type(error).__name__}: {first_line(error)})",
+            "correct it, or put the folder of the module on PYTHONPATH",
+        ) from None

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from pipeline.checkpoint.weights import read_weights
+from pipeline.errors import UserError
 from pipeline.models import create_model, reference_state_dict
+from pipeline.models.timm.names import weights_folder
 from support.doc_commands import called_module, find_commands
+from support.fake_hub import FakeHub
 from support.launching import REPOSITORY
 from support.precisions import FP32
 from support.ranks import run_forked
@@ -55,7 +60,7 @@ def test_its_three_commands_make_a_model_that_is_right(place: Path) -> None:
         more = QUICKER if module == "pipeline.train" else []
         done = run_forked(module, *words, *more, folder=place)
         said.append(done.stdout + done.stderr)
-    assert "96 images of 2 classes" in said[0]
+    assert "108 images of 2 classes" in said[0]
     assert sum(map(int, re.findall(r"non-JPEG images unchanged: (\d+) png", said[0]))) == 30
     assert f"init_from: 152 tensors of {WEIGHTS}" in said[1]
     assert "head.weight is initialized from scratch: (1000, " in said[1]
@@ -64,3 +69,42 @@ def test_its_three_commands_make_a_model_that_is_right(place: Path) -> None:
     right = sum(Path(row["file"]).parent.name == row["top1_name"] for row in rows)
     assert len(rows) == 120 and right > 110, "half of them by chance"
     assert re.search(rf"top-1 +[\d.]+ % +{right} of 120 right", said[2])
+
+
+def test_timms_weights_of_the_hub_are_a_start(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the page's first row: weights that are not found in the hub, are downloaded again, or do not fit; and a traceback
+    of an HTTP client on a node without network."""
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub (extra `hub`) is not installed")
+    source, repository = "timm:deit_tiny_patch16_224", "timm/deit_tiny_patch16_224.fb_in1k"
+    assert f"train.init_from={source}" in (REPOSITORY / PAGE).read_text()
+    config = {"architecture": source.removeprefix("timm:"), "num_classes": 1000, "pretrained_cfg": {"num_classes": 1000}}
+    weights = torch.load(place / WEIGHTS)["model"]
+    environment = {"HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    run = [
+        "--config",
+        "finetune_folder",
+        "data.path=data/photos",
+        "model.num_classes=2",
+        "model.name=deit_t",
+        "output_dir=runs/from_hub",
+        *QUICKER,
+    ]
+    run += [f"train.init_from={source}", "--dry-run"]
+    with FakeHub() as hub:
+        hub.repositories[repository] = {"config.json": json.dumps(config).encode(), "model.safetensors": save(weights)}
+        said = run_forked("pipeline.train", *run, folder=place, HF_ENDPOINT=hub.endpoint, **environment).stdout
+    assert (
+        f"init_from: {len(weights)} tensors of {source}" in said and "head.weight is initialized from scratch: (1000, " in said
+    )
+    cached = run_forked("pipeline.train", *run, folder=place, HF_ENDPOINT="http://127.0.0.1:9", **environment).stdout
+    assert f"init_from: {len(weights)} tensors of {source}" in cached
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    for name, sentence in (
+        (
+            "timm:deit_small_patch16_224",
+            "cannot be downloaded from https://huggingface.co/timm/deit_small_patch16_224.fb_in1k (",
+        ),
+        ("timm:resnet18", "train.init_from must name weights as timm:NAME.TAG, got timm:resnet18: take a name of"),
+    ):
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            weights_folder(name)

@@ -20,6 +20,8 @@ import numpy as np
 
 from pipeline.augment.crop import Geometry
 from pipeline.config import AugmentConfig, DataConfig
+from pipeline.errors import UserError, first_line
+from pipeline.lazy import import_named
 from pipeline.stream.philox import Stream, uniforms
 
 if TYPE_CHECKING:
@@ -103,9 +105,9 @@ class Augmentation(ABC):
         return 0
 
     @classmethod
-    @abstractmethod
     def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> Self | None:
-        """The augmentation as a config asks for it; None: it is off."""
+        """The augmentation as a config asks for it; None: it is off. ``augment.imported`` sets the fields of somebody else's."""
+        return None
 
     @abstractmethod
     def draw(self, places: Places) -> Any:
@@ -171,8 +173,10 @@ def register(kind: type[Kind]) -> type[Kind]:
 
 
 def active(augment: AugmentConfig, data: DataConfig, image_size: int) -> tuple[Augmentation, ...]:
-    asked_for = (kind.from_config(augment, data, image_size) for kind in _all())
-    return tuple(augmentation for augmentation in asked_for if augmentation)
+    """What a config asks for, in order of application. Raises UserError: an imported augmentation is none, or depends on other images."""
+    asked_for = [kind.from_config(augment, data, image_size) for kind in _all()]
+    asked_for += [_imported(path, settings, image_size) for path, settings in augment.imported.items()]
+    return tuple(sorted(filter(None, asked_for), key=_order))
 
 
 def stream_number(stream: Stream | str) -> int:
@@ -186,7 +190,35 @@ def stream_number(stream: Stream | str) -> int:
 def _all() -> list[type[Augmentation]]:
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)
-    return sorted(_registered, key=lambda kind: (issubclass(kind, BatchAugmentation), kind.place))
+    return sorted(_registered, key=_order)
+
+
+def _order(each: Augmentation | type[Augmentation]) -> tuple[bool, int]:
+    kind = each if isinstance(each, type) else type(each)
+    return issubclass(kind, BatchAugmentation), kind.place
+
+
+def _imported(path: str, settings: dict[str, Any], image_size: int) -> Augmentation:
+    """An augmentation of ``augment.imported``, constructed with its settings and tried on four places of the stream."""
+    kind = import_named("augment.imported", path, "a class that can be imported, as module:Class")
+    try:
+        if not issubclass(kind, Augmentation):
+            raise TypeError("it is no subclass of pipeline.augment.PixelAugmentation or BatchAugmentation")
+        if kind not in _registered:
+            register(kind)
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+        sized = {"image_size": image_size} if "image_size" in kind.__dataclass_fields__ else {}
+        augmentation: Augmentation = kind(**{**sized, **given})
+        hash(augmentation)  # which only a frozen dataclass has
+        number = np.arange(4)
+        places = Places(0, np.zeros_like(number), number, number, 1), Places(0, np.zeros(2, int), number[2:], number[2:], 1)
+        whole, part = (list(_arrays(augmentation.draw(each))) for each in places)
+        if not all(np.array_equal(some[2:], few) for some, few in zip(whole, part)):
+            raise ValueError("what it draws for an image depends on other images, or on a generator of its own")
+    except Exception as error:  # of somebody else's code
+        problem = f"augment.imported: {path} with {settings} is no augmentation ({type(error).__name__}: {first_line(error)})"
+        raise UserError(problem, "correct it, or remove it from augment.imported") from None
+    return augmentation
 
 
 def _arrays(draw: Any) -> Iterator[np.ndarray]:

@@ -103,7 +103,7 @@ def details(folder: Path, manifest: CheckpointManifest) -> str:
     """The state of a checkpoint, one value per line."""
     state, data = manifest.state, manifest.state.data
     model = state.config["model"]
-    switches = ", ".join(f"{name}={value}" for name, value in model["switches"].items())
+    switches = ", ".join(f"{name}={value}" for name, value in {**model["switches"], **model.get("options", {})}.items())
     parameters = sum(math.prod(shape) for shape in manifest.shapes.values())
     others = {key: value for key, value in data.items() if key not in ("samples", "fingerprint") and value is not None}
     rest = "".join(f", {key} {value}" for key, value in others.items())

@@ -143,7 +143,7 @@ def describe(
         model=config.model.name,
         num_classes=config.model.num_classes,
         image_size=config.model.image_size,
-        switches=config.model.switches,
+        switches=config.model.arguments,
         classes=classes,
         class_names=class_names,
         mean=list(config.data.mean),

@@ -7,7 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config.values import MAX_BATCH, MAX_SIDE, Aspect, Count, Deviation, Mean, Section, Share, Text, shown
+from pipeline.config.values import (
+    MAX_BATCH,
+    MAX_SIDE,
+    Aspect,
+    Count,
+    Deviation,
+    Mean,
+    PlainValues,
+    Section,
+    Share,
+    Text,
+    shown,
+)
 
 
 class DataConfig(Section):
@@ -109,6 +121,9 @@ class AugmentConfig(Section):
     """Consecutive images that share one mixing weight and are mixed with each other; must divide micro_batch_size."""
     repeats: Annotated[int, Field(ge=1, le=64)] = 1
     """Repeated augmentation: views of each image, spread over the global batch; an epoch then covers 1/repeats of the images."""
+
+    imported: dict[Text, PlainValues] = {}
+    """Augmentations of your own, `{module:Class: {SETTING: VALUE}}`: subclasses of `pipeline.augment.PixelAugmentation` or `BatchAugmentation` in a file in the current folder or on PYTHONPATH."""
 
     def misfits(self) -> Iterator[str]:
         for name in ("mixup", "cutmix"):

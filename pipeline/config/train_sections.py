@@ -7,18 +7,18 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.values import (
     MAX_BATCH,
     MAX_EPOCHS,
     MAX_SIDE,
-    MAX_SWITCH,
     BatchSize,
     Count,
     Epochs,
     Fraction,
     GlobalBatchSize,
+    PlainValues,
     PositiveInt,
     PositiveRate,
     Rate,
@@ -35,26 +35,9 @@ AUTO = "auto"  # what a start settles, such as train.micro_batch_size: as many i
 _TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with if it is not a run
 
 
-def _checked_plain(values: dict[str, Any]) -> dict[str, Any]:
-    for name, value in values.items():
-        parts = value if isinstance(value, list | tuple) else [value]
-        if not all(_is_plain(part) for part in parts):
-            raise ValueError(f"must have a boolean, a number, text, null or a list of these as {name!a:.80}, got {value!a:.80}")
-    return values
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or isinstance(value, str | bool) or (isinstance(value, int) and abs(value) <= MAX_SWITCH)
-
-
-PlainValues = Annotated[dict[str, Any], AfterValidator(_checked_plain)]
-
-
 class ModelConfig(Section):
-    name: Annotated[Text, Field(max_length=100)] = "pervit_t"
-    """Model name; `pervit models` lists them. `timm:NAME`: a classifier of timm."""
+    name: Annotated[Text, Field(max_length=200)] = "pervit_t"
+    """Model name; `pervit models` lists them. `timm:NAME`: a classifier of timm. `module:build`: one of a function or class, in a file in the current folder or on PYTHONPATH."""
     image_size: Annotated[int, Field(ge=1, le=MAX_SIDE)] = 224
     """Side of the square input, in pixels."""
     num_classes: PositiveInt = 1000
@@ -63,11 +46,20 @@ class ModelConfig(Section):
     """Stochastic depth rate of the last block."""
     switches: PlainValues = {}
     """Ablation switches of the model family, or arguments of timm's model; `pervit models NAME` lists them."""
+    options: PlainValues = {}
+    """With `module:build`, or a model of an installed package: arguments of its function, such as `{width: 64}`."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the model is built with beside the other keys."""
+        return {**self.switches, **self.options}
 
 
 class TrainConfig(Section):
     init_from: Text | None = None
-    """Fine-tuning: initialize from a run folder or a file with a state dict (this project's or the authors'); null: random initialization."""
+    """Fine-tuning: initialize from a run folder, a file with a state dict (this project's or the authors'), or `timm:NAME`, timm's weights on the Hugging Face hub; null: random initialization."""
+    freeze: Literal["backbone"] | Annotated[list[Text], Field(min_length=1)] | None = None
+    """What does not learn: `backbone`, all but the classifier, or a list of parameters or modules, such as `[stem, "blocks.[0-5]"]`. It gets no gradient and no optimizer state, and its BatchNorm keeps the statistics that it has; null: all learns."""
     teacher: Text | None = None
     """Hard distillation (DeiT, Eq. 3): folder of a finished run whose predictions are a second label, or `torchvision:NAME` or `timm:NAME` with teacher_weights; null: none."""
     teacher_weights: Text | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -54,6 +55,23 @@ def _printable(text: str) -> str:
 
 
 Text = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
+
+
+def _checked_plain(values: dict[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        if not all(_is_plain(part) for part in parts):
+            raise ValueError(f"must have a boolean, a number, text, null or a list of these as {name!a:.80}, got {value!a:.80}")
+    return values
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | bool) or (isinstance(value, int) and abs(value) <= MAX_SWITCH)
+
+
+PlainValues = Annotated[dict[str, Any], AfterValidator(_checked_plain)]
 
 
 class Section(BaseModel):

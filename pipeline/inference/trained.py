@@ -21,6 +21,7 @@ from pipeline.errors import UserError
 from pipeline.loader.cpu_transform import Normalization, resize_and_crop
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
+from pipeline.models.registry import check_trusted
 from pipeline.models.timm.folder import read_timm_folder
 from pipeline.models.timm.names import is_timm_folder
 from pipeline.models.weights.exported import SUFFIX, Description, Kind, build_described, read_pickled, read_tensors
@@ -56,7 +57,7 @@ class Trained:
             RuntimeError: these switches change the model's parameters.
         """
         asked = self.config.model
-        given = asked.switches if switches is None else switches
+        given = asked.arguments if switches is None else switches
         model = create_model(asked.name, asked.num_classes, asked.image_size, switches=given)
         model.load_state_dict(self.weights)
         return model.eval()
@@ -81,6 +82,7 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
     if source.is_dir() or (source.suffix != SUFFIX and not source.is_file()):
         saved = read_weights(source, step)
         config = config_from_dict(saved.state.config, source=str(source))
+        check_trusted(config.model.name, source)
         state, chosen = saved.state, kind or saved.default
         return Trained(config, state.classes, state.step, chosen, saved.choose(kind), class_names=state.class_names)
     if source.suffix in PICKLED:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
-from pipeline.models.entry import is_timm
+from pipeline.models.entry import installed_models, is_timm
 
 if TYPE_CHECKING:
     from pipeline.models.entry import ModelEntry
@@ -41,7 +41,7 @@ def overview() -> str:
             f"{name:<18} {parameter_count(entry):>12,} {published:>8} {entry.image_size:>6} "
             f"{entry.num_classes:>7}  {entry.description}; {entry.paper}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"{name:<18} {path}, of an installed package" for name, path in installed_models().items())])
 
 
 def details(name: str) -> str:
@@ -53,6 +53,13 @@ def details(name: str) -> str:
         entry.paper,
         f"{parameter_count(entry):,} parameters at {entry.image_size} pixels and {entry.num_classes} classes{top1}",
     ]
+    if not is_timm(name) and name not in models.list_models():
+        from pipeline.models.imported import function_of  # imported late, with PyTorch
+
+        taken = [str(each) for each in function_of(name)[1].values()]
+        return "\n".join(
+            [*lines, "", f"Arguments, of which model.options sets those that no other key does: {', '.join(taken)}"]
+        )
     if is_timm(name):
         from pipeline.models.timm.network import arguments_of  # imported late: timm is an extra
 

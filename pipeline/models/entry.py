@@ -5,15 +5,19 @@ The registry reads it, and loads the families.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.models.common.base import Switches, VisionModel
 
 TIMM_PREFIX = "timm:"
+ENTRY_POINTS = "pervit.models"  # group of an installed package's models: name = "module:build"
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True)
@@ -68,3 +72,14 @@ def register(
 def is_timm(name: str) -> bool:
     """Whether ``model.name`` is one of timm's models."""
     return name.startswith(TIMM_PREFIX)
+
+
+@cache
+def installed_models() -> dict[str, str]:
+    """The models of installed packages: name -> ``module:build``."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+
+
+def import_path(name: str) -> str | None:
+    """The ``module:build`` of a model of somebody else's code; None: of no such model."""
+    return name if not is_timm(name) and _PATH.fullmatch(name) else installed_models().get(name)

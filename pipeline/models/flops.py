@@ -6,8 +6,8 @@ Three counts per model:
 - ``gmacs``: the full cost of one image, without Φp.
 - ``gmacs_phi``: the position encoding Φp. It depends on weights only and is computed once per forward pass, for any batch size.
 
-A model of timm may have operators that fvcore does not count: ``uncounted`` names them, and ``gmacs_torch`` is the count of
-``torch.utils.flop_counter`` beside it.
+A model of timm or of a ``module:build`` may have operators that fvcore does not count: ``uncounted`` names them, and ``gmacs_torch`` is
+the count of ``torch.utils.flop_counter`` beside it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.models.entry import is_timm
-from pipeline.models.registry import create_model, model_entry
+from pipeline.models.registry import create_model, list_models, model_entry
 
 # Operators without matrix products of which fvcore knows nothing. One that is not in this list either makes the count fail.
 _NO_PRODUCT = frozenset(
@@ -49,11 +48,11 @@ class FlopRow:
     paper_params_m: float | None
     paper_gmacs: float | None  # at the paper's image size, without switches
     switches: dict[str, Any] = field(default_factory=dict)  # that were set
-    gmacs_torch: float | None = None  # by torch.utils.flop_counter; models of timm only
-    uncounted: list[str] = field(default_factory=list)  # operators without a rule in fvcore, which may have products; timm only
+    gmacs_torch: float | None = None  # by torch.utils.flop_counter; models of others only
+    uncounted: list[str] = field(default_factory=list)  # operators without a rule in fvcore, which may have products; likewise
 
     def remarks(self) -> list[str]:
-        """What there is to say about the count of a model of timm."""
+        """What there is to say about the count of a model of others."""
         if self.gmacs_torch is None:
             return []
         counts = f"{self.name}: fvcore counts {self.gmacs:.3f} GMACs, torch.utils.flop_counter {self.gmacs_torch:.3f}"
@@ -84,8 +83,8 @@ def count(
     uncounted: list[str] = []
     with torch.no_grad():
         model(image)  # fills Φp's cache, which keeps Φp out of the next two traces
-        if is_timm(name):
-            by_torch, modules, per_image, uncounted = _count_timm(model, image)
+        if name not in list_models():
+            by_torch, modules, per_image, uncounted = _count_others(model, image)
         else:
             modules, per_image = _macs(model, image, MODULE_CONVENTION), _macs(model, image)
     with_phi = _macs(model, image) if model.has_phi else per_image  # with gradients Φp is not cached
@@ -105,7 +104,7 @@ def count(
     )
 
 
-def _count_timm(model: nn.Module, image: torch.Tensor) -> tuple[float, float, float, list[str]]:
+def _count_others(model: nn.Module, image: torch.Tensor) -> tuple[float, float, float, list[str]]:
     """Multiply-accumulates of PyTorch's counter, of fvcore's in the papers' convention and in full, and what fvcore leaves out.
 
     Where fvcore cannot trace the model, PyTorch's count stands for all.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
-from pipeline.models.entry import ModelEntry, is_timm, registered
+from pipeline.models.entry import ModelEntry, import_path, installed_models, is_timm, registered
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -24,6 +25,7 @@ _FAMILIES = {  # module of this package -> the models that it registers: it is i
     "lsat.model": "lsat_t_32 lsat_s_32 lsat_b_32 lsat_t_224 lsat_s_224",
     "pervit.model": "pervit_t pervit_s pervit_m",
 }
+TRUSTED = "PERVIT_TRUSTED_MODELS"  # names of models, separated by commas, whose code files may have run
 _MODULE_OF = {name: module for module, names in _FAMILIES.items() for name in names.split()}
 
 
@@ -33,26 +35,45 @@ def list_models() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Raise a UserError unless there is a model of that name, one of ours or ``timm:NAME``; imports none."""
+    """Raise a UserError unless there is a model of that name, one of ours, ``timm:NAME``, ``module:build`` or of an entry point; imports
+    none."""
     if is_timm(name):
         _timm("names").check_timm_name(name)
         return
     known = list_models()
-    if name not in known:
+    if name not in known and not import_path(name):
         close = difflib.get_close_matches(name, known, n=1)
         remedy = f"did you mean {close[0]!r}?" if close else "choose one of these"
-        raise UserError(f"model.name must be timm:NAME or one of {', '.join(known)}, got {name!r}", remedy)
+        raise UserError(
+            f"model.name must be timm:NAME, module:build or one of {', '.join([*known, *installed_models()])}, got {name!r}",
+            remedy,
+        )
 
 
 def model_entry(name: str) -> ModelEntry:
     """The registry entry of a model; UserError for an unknown name."""
+    entry: ModelEntry
     check_name(name)
     if is_timm(name):
-        entry: ModelEntry = _timm("classifier").timm_entry(name)
+        entry = _timm("classifier").timm_entry(name)
+        return entry
+    if name not in list_models():
+        entry = importlib.import_module("pipeline.models.imported").imported_entry(name)
         return entry
     if name not in registered:
         importlib.import_module(f"pipeline.models.{_MODULE_OF[name]}")
     return registered[name]
+
+
+def check_trusted(name: str, source: object) -> None:
+    """See that a file, ``source``, may name the model: code of ``module:build`` runs only if the user has named it too.
+
+    Raises:
+        UserError: the environment does not have it.
+    """
+    if name not in list_models() and name not in installed_models() and import_path(name):
+        if name not in os.environ.get(TRUSTED, "").split(","):
+            raise UserError(f"{source} is of the model {name}, whose code would run", f"set {TRUSTED}={name} if you trust it")
 
 
 def _timm(module: str) -> ModuleType:
@@ -62,14 +83,17 @@ def _timm(module: str) -> ModuleType:
 
 def model_of(config: Config) -> VisionModel:
     """The model that a config describes, randomly initialized; raises what :func:`create_model` raises."""
-    return create_model(
+    model = create_model(
         config.model.name,
         config.model.num_classes,
         config.model.image_size,
         config.model.drop_path,
         config.train.activation_checkpointing,
-        config.model.switches,
+        config.model.arguments,
     )
+    if config.train.freeze:
+        model.freeze(config.train.freeze)
+    return model
 
 
 def create_model(
@@ -84,9 +108,10 @@ def create_model(
     """Build a randomly initialized model; draws from PyTorch's default generator.
 
     Args:
-        name: one of :func:`list_models`, or ``timm:NAME``.
+        name: one of :func:`list_models`, ``timm:NAME``, ``module:build`` or an entry point's.
         num_classes, image_size, drop_path, activation_checkpointing: see :class:`~pipeline.models.common.base.ModelOptions`.
-        switches: ablation switches by name (fields of the family's ``Switches`` class); the others keep the paper's setting.
+        switches: ablation switches by name (fields of the family's ``Switches`` class); the others keep the paper's setting. Of others'
+            models, arguments of their function.
         features: build the feature form (:func:`~pipeline.models.common.base.as_features`), without a classifier.
 
     Returns:

@@ -103,7 +103,8 @@ class StepStatistics:
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
-        self._norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        frozen = getattr(model, "frozen_norms", ())
+        self._norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m not in frozen]
         self._momentum = [norm.momentum for norm in self._norms]
         if not self._norms:
             return

@@ -7,7 +7,6 @@ tensors of the parameter's shape and for numbers that only count steps; a class 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from contextlib import ExitStack
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeline.config import OptimConfig
 from pipeline.errors import UserError, first_line
+from pipeline.lazy import import_named
 from pipeline.optim.description import MATRICES, Group, OptimizerDescription, StateNames
 
 _SHAPES = (((6, 4), (3, 5)), ((7,),))  # of the parameters that a class is tried on, by group
@@ -188,14 +188,7 @@ def _described(name: str, options: str) -> ImportedOptimizer:
 
 
 def _imported(name: str) -> Any:
-    module_name, _, class_name = name.partition(":")
-    try:
-        found: Any = functools.reduce(getattr, class_name.split("."), importlib.import_module(module_name))
-    except Exception as error:  # whatever a module of somebody else raises
-        raise UserError(
-            f"optim.name must be a class that can be imported, as module:Class, got {name} ({_words(error)})",
-            "correct it, or put the folder of the module on PYTHONPATH",
-        ) from None
+    found = import_named("optim.name", name, "a class that can be imported, as module:Class")
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UserError(
             f"optim.name must be a subclass of torch.optim.Optimizer, got {name} ({type(found).__name__})",

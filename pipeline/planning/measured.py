@@ -94,7 +94,7 @@ def difference(measured: Measured, planned: Subject) -> str | None:
     """Why the run's figures say nothing about the plan; None if they do. Another number of processes, batch sizes, ZeRO stage and
     activation checkpointing are not an obstacle: the model of time knows them."""
     ours, theirs = planned.config, measured.config
-    for name in ("name", "image_size", "num_classes", "switches"):
+    for name in ("name", "image_size", "num_classes", "switches", "options"):
         if getattr(ours.model, name) != getattr(theirs.model, name):
             return f"its model.{name} is {getattr(theirs.model, name)}, not {getattr(ours.model, name)}"
     if theirs.train.precision not in ("auto", planned.precision):

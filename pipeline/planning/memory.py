@@ -202,13 +202,15 @@ def _loader_bytes(config: Config, on_gpu: bool) -> int:
 
 def trained_parameters(config: Config) -> int:
     """How many numbers the model learns."""
-    return _trained_parameters(config.model.model_dump_json())
+    return _trained_parameters(
+        config.model.model_dump_json(), config.train.model_dump_json(include={"activation_checkpointing", "freeze"})
+    )
 
 
 @lru_cache(maxsize=128)
-def _trained_parameters(model: str) -> int:
+def _trained_parameters(model: str, train: str) -> int:
     with torch.device("meta"):
-        built = model_of(Config(model=ModelConfig.model_validate_json(model)))
+        built = model_of(Config(model=ModelConfig.model_validate_json(model), train=TrainConfig.model_validate_json(train)))
     return sum(parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
 
 

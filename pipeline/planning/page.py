@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import counted
+from pipeline.errors import UserError, counted
 from pipeline.hardware import GIB
 from pipeline.optim.build import optimizer_description
 from pipeline.planning.length import SIGNAL_SECONDS
-from pipeline.planning.memory import Memory, Subject, largest_micro_batch, plan_memory
+from pipeline.planning.memory import Memory, Subject, largest_micro_batch, plan_memory, trained_parameters
 from pipeline.planning.time import Time
 from pipeline.planning.traced_step import ACTIVATIONS
 
@@ -86,13 +86,22 @@ def _parts(memory: Memory) -> Rows:
 
 def _sizes(subject: Subject) -> Rows:
     on = subject.config.train.activation_checkpointing
-    for checkpointing in (on, not on):
+    for checkpointing in (on, not on) if _recomputes(subject) else (on,):
         other = subject.changed("train", activation_checkpointing=checkpointing)
         planned, largest = plan_memory(other), largest_micro_batch(other)
         steps = subject.config.train.global_batch_size // (max(1, largest) * subject.world_size)
         fitting = f"largest micro-batch {largest}, accumulation {steps}" if largest else "no micro-batch fits"
         activations = f"activations {_gib(planned.parts.get(ACTIVATIONS, 0)):>11}"
         yield f"checkpointing {'on' if checkpointing else 'off'}", f"{activations}, total {_gib(planned.total):>11}; {fitting}"
+
+
+def _recomputes(subject: Subject) -> bool:
+    """Whether the model has activation checkpointing, which some of others' code lack."""
+    try:
+        trained_parameters(subject.changed("train", activation_checkpointing=True).config)
+    except UserError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,7 @@ def _together(subject: Subject, memory: Memory) -> tuple[str, int]:
 def _candidates(subject: Subject, memory: Memory, sizes: bool = True) -> Iterator[tuple[str, str, Any, str]]:
     """Section, key and value of changes, and what they cost."""
     train = subject.config.train
-    if not train.activation_checkpointing:
+    if not train.activation_checkpointing and _recomputes(subject):
         yield "train", "activation_checkpointing", True, "about a quarter more time, the same result"
     if subject.world_size > 1 and optimizer_description(subject.config.optim).takes_slices:
         for stage in range(subject.stage + 1, 4):

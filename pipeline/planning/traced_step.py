@@ -19,7 +19,7 @@ from pipeline.config import Config
 from pipeline.errors import UserError, first_line
 from pipeline.inference.teacher import library_network
 from pipeline.inference.trained import read_trained
-from pipeline.models import model_of
+from pipeline.models import list_models, model_of
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import keep_fake_tables
 from pipeline.optim.engine import weights_cast_once
@@ -160,7 +160,7 @@ def _fake_run(config: Config, layout: Layout) -> Iterator[tuple[VisionModel, Eng
             try:
                 yield model, engine, trace
             except (RuntimeError, NotImplementedError, TypeError) as error:
-                if not config.model.name.startswith("timm:"):
+                if config.model.name in list_models():
                     raise
                 raise UserError(
                     f"model.name is {config.model.name}, whose step cannot be planned without values of tensors ({first_line(error)[:200]})",

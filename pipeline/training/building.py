@@ -14,10 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeline.augment import active
 from pipeline.checkpoint import loading
 from pipeline.checkpoint.loading import Verified
 from pipeline.checkpoint.manifest import RunState
 from pipeline.checkpoint.weights import read_initial_weights
+from pipeline.cluster.agreement import do_in_main
 from pipeline.cluster.world import World
 from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitting_micro_batches
 from pipeline.errors import UserError, first_line
@@ -32,6 +34,8 @@ from pipeline.logs import pictures
 from pipeline.logs.console import say_once
 from pipeline.models import flops, load_pretrained, model_of
 from pipeline.models.common.base import VisionModel
+from pipeline.models.entry import is_timm
+from pipeline.models.timm.names import weights_folder
 from pipeline.optim.averages import StepStatistics, WeightAverage
 from pipeline.optim.build import describe, parameter_groups
 from pipeline.optim.engine import build_engine, choose_zero_stage
@@ -96,6 +100,7 @@ def check_alone(config: Config, world: World) -> None:
     else:
         accumulation_steps(config.train, world.size, config.augment.unit)
     choose_compilation(config.train, world)
+    active(config.augment, config.data, config.model.image_size)
     with torch.device("meta"):  # costs no memory
         model = model_of(config)
         parameter_groups(model, config.optim)
@@ -168,9 +173,15 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
     """
     torch.manual_seed(config.seed)
     model = model_of(config)
+    if config.train.freeze:
+        learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        say_once(world, f"freeze: {learning:,} of {sum(p.numel() for p in model.parameters()):,} parameters learn")
     if config.train.init_from and fresh:
         source = f"train.init_from {config.train.init_from}"
-        initial = read_initial_weights(Path(config.train.init_from))
+        place, of_timm = config.train.init_from, is_timm(config.train.init_from)
+        if of_timm:  # one rank downloads; the others find it in the cache, or are on another node
+            do_in_main(lambda: weights_folder(place), world)
+        initial = read_initial_weights(weights_folder(place) if of_timm else Path(place))
         said = load_pretrained(model, initial.weights, source, initial.classes, classes)
         for sentence in (f"{initial.what} of {config.train.init_from}", *said):
             say_once(world, f"init_from: {sentence}")
@@ -190,7 +201,7 @@ def build(
     """
     config, fresh = settled.config, verified is None
     say_once(world, f"building {config.model.name}")
-    count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
+    count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.arguments)
     counted = world.from_main(asdict(flops.count(*count)) if world.is_main else None)  # before ZeRO-3 patches F.linear
     model = build_model(config, world, classes, fresh)
     first_maps = None

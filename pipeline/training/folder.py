@@ -39,7 +39,8 @@ _POLL_SECONDS = 0.5  # between attempts to lock: the holder may be on another no
 _held_here: set[Path] = set()  # POSIX grants the same process a second lock, whose release would release the first
 # A checkpoint does not fit other shapes, nor its moments another optimizer; another global batch size would skip or repeat samples
 # of the stream.
-_NEVER = ("model.name", "model.image_size", "model.num_classes", "model.switches", "optim.name", "train.global_batch_size")
+_OF_MODEL = ("model.name", "model.image_size", "model.num_classes", "model.switches", "model.options")
+_NEVER = (*_OF_MODEL, "train.freeze", "optim.name", "train.global_batch_size")
 _DATA = "data"  # in checkpoint.accept: another data set. Keys of the section `data` are accepted one by one.
 _NAMED = 5  # differences listed in a message
 _DIGITS = 12  # of a digest in a message, as in `inspect`

@@ -7,6 +7,7 @@ from pathlib import Path
 from pipeline.checkpoint.folder import check_source, saved_steps
 from pipeline.config import Config
 from pipeline.errors import UserError
+from pipeline.models.entry import is_timm
 from pipeline.shards.mixed_set import of_mix
 from pipeline.shards.shard_set import check_shards
 from pipeline.stores.place import parse_place
@@ -27,7 +28,7 @@ def check_paths(config: Config) -> None:
     train = config.train
     if saved_steps(Path(config.output_dir)):
         return  # the run goes on with its own weights; its teacher may be gone if nothing is left to train
-    if train.init_from:
+    if train.init_from and not is_timm(train.init_from):
         check_source(Path(train.init_from), key="train.init_from ", otherwise=", or null to train from random weights")
     if train.teacher_weights and not Path(train.teacher_weights).is_file():
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pipeline import augment
 from pipeline.augment import BatchAugmentation, BatchRequest, PixelAugmentation, Places, register, stream_number
 from pipeline.augment.erasing import RandomErasing
 from pipeline.config import AugmentConfig, DataConfig
+from pipeline.errors import UserError
 from pipeline.loader.batches import TrainBatches
 from pipeline.loader.dali_graph import full_graph, full_inputs
 from pipeline.loader.loader import Loader, augmented
@@ -149,6 +151,51 @@ def test_an_augmentation_needs_its_own_file_only(
     request.drawn(ChannelSwap).swap[3] ^= 1
     assert [i for i in range(BATCH) if augmentation_digests(request)[i] != digests[i]] == [3]
     assert not set(digests) & set(augmentation_digests(bare))
+
+
+def test_those_of_other_files_are_imported_with_their_settings(imagenet_shards: Path) -> None:
+    """Guards against an augmentation in no folder of ours that a way of decoding leaves out, or the order of application."""
+    theirs = {"support.their_augs:Brightness": {"strength": 2}, "support.their_augs:Posterize": {"least": 2}}
+    batches = train_batches(
+        ShardSet(imagenet_shards, "train"),
+        global_batch=BATCH,
+        micro_batch=BATCH,
+        image_size=SIZE,
+        data=DATA,
+        augment=AugmentConfig(erasing=0.1, imported=theirs),
+    )
+    posterize, _, brightness = batches.augmentations
+    assert (posterize.least, brightness.strength) == (2, 2) and isinstance(batches.augmentations[1], RandomErasing)
+    request = batches.request(0)
+    inputs = full_inputs(Reader(batches, BadSamples(batches.shards, 0), 0, 1).read(0).images, request)
+    (output,) = full_graph(lambda: inputs, batches, None, 1, 1).run()
+    graph, mask = np.array(output.as_tensor()), request.draws[posterize].mask
+    assert len(set(mask)) > 3 and all(not (image & ~bits).any() for image, bits in zip(graph, mask))
+    loader = Loader(batches, DATA, torch.device("cpu"))
+    images = next(loader).images - torch.from_numpy(request.draws[brightness].value).float()[:, None, None, None]
+    loader.close()
+    levels = ((images * torch.tensor(DATA.std)[:, None, None] + torch.tensor(DATA.mean)[:, None, None]) * 255).permute(
+        0, 2, 3, 1
+    )
+    whole = [i for i, box in enumerate(request.drawn(RandomErasing).box) if not box.any()]
+    assert np.mean(np.abs(levels.numpy() - graph)[whole] < 0.01) > 0.9, "the same bits; a level apart at some"
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "sentence"),
+    [
+        ("support.their_augs:Gone", {}, "augment.imported must be a class that can be imported, as module:Class, got support.their_augs:Gone"),
+        ("support.their_augs:np", {}, "support.their_augs:np with {} is no augmentation (TypeError: issubclass() arg 1 must be a class)"),
+        ("support.their_nets:Net", {}, "(TypeError: it is no subclass of pipeline.augment.PixelAugmentation or BatchAugmentation)"),
+        ("support.their_augs:Posterize", {"most": 3}, "unexpected keyword argument 'most'): correct it, or remove it from augment.imported."),
+        ("support.their_augs:HalfDone", {}, "is no augmentation ("),
+        ("support.their_augs:Sequential", {"strength": 1}, "draws for an image depends on other images, or on a generator of its own)"),
+    ],
+)  # fmt: skip
+def test_what_is_no_augmentation_is_one_sentence(path: str, settings: dict, sentence: str) -> None:
+    """Guards against images that differ between numbers of processes, and an error in the loader's threads."""
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        augment.active(AugmentConfig(imported={path: settings}), DATA, SIZE)
 
 
 def test_streams_of_random_numbers_are_apart() -> None:

@@ -34,5 +34,5 @@ def test_a_model_names_its_switches() -> None:
     assert 'phi_p_init = "peripheral"    (peripheral | conv | random)' in shown
     assert "widths = null    ([int, int, int, int] | null)" in shown
     wrong = run_forked("pipeline.models", "pervit_x", check=False)
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error: model.name must be timm:NAME or one of ")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: model.name must be timm:NAME, module:build or one of ")
     assert "got 'pervit_x': did you mean 'pervit_t'?" in wrong.stderr

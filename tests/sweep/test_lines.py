@@ -89,7 +89,7 @@ def test_names_that_a_folder_cannot_have() -> None:
         ("all: --config demo\nseed=1\n\nseed=1", "my sweep.txt, line 4 and line 2 would both train in runs/my sweep/seed=1"),
         ("all: --config demo\noptim.lr=1e-3 seed=1\nseed=1 optim.lr=1e-3", "line 3 and line 2 would both train in"),
         ("all: --config demo\noptim.lr=1e-3\noptim.lr=0.001", "line 3 is the same run as line 2"),
-        ("all: --config demo\nmodel.name=pervit_x", "line 2: model.name must be timm:NAME or one of convit_b"),
+        ("all: --config demo\nmodel.name=pervit_x", "line 2: model.name must be timm:NAME, module:build or one of convit_b"),
         ("all: --config demo\nmodel.switches.cpee=false", "line 2: model.switches: unknown switch 'cpee'"),
         ("all: --config demo\nseed=1 seed=2", "my sweep.txt, line 2 sets seed twice"),
         ("all: --config demo\n'seed=1", "my sweep.txt, line 2 has a quote that is not closed"),

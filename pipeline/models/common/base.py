@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config import Section
+from pipeline.errors import UserError, first_few
 from pipeline.models.common.layers import PATCH
+
+AnyModel = TypeVar("AnyModel", bound="VisionModel")
 
 
 class Switches(Section):
@@ -47,6 +52,7 @@ class VisionModel(nn.Module):
         image_format: how the convolution that a forward pass begins with wants its images laid out; None: it begins otherwise, and
             may compute in fp32 before.
         groups_phi: compute Φp of all layers as one network (:mod:`pipeline.models.pervit.phi_model`); None: but on a CPU.
+        frozen_norms: BatchNorms that :meth:`freeze` has frozen.
         generator_seed: what the generator starts from in the next forward pass, for a model that draws from it; None: it goes on.
     """
 
@@ -60,6 +66,7 @@ class VisionModel(nn.Module):
     generator_seed: int | None = None
     image_format: torch.memory_format | None = None
     groups_phi: bool | None = None
+    frozen_norms: Sequence[nn.Module] = ()
     drop_path_rates: Tensor  # (branches,), a buffer
     norm: nn.LayerNorm  # of the last feature map; every family has it
     output_norms: nn.ModuleList  # of the maps before the last, in the feature form only
@@ -101,6 +108,40 @@ class VisionModel(nn.Module):
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Any:  # like the call of any nn.Module
         """``feature_maps`` in the feature form, otherwise ``class_scores``."""
         return self.feature_maps(images, noise) if self.strides else self.class_scores(images, noise)
+
+    def freeze(self, what: str | Sequence[str]) -> None:
+        """Let parameters learn no more: ``train.freeze`` of the config. BatchNorm among them normalizes by its running statistics from
+        now on, in training too.
+
+        Raises:
+            UserError: there are none of a name, or none are left.
+        """
+
+        def fits(name: str, pattern: str) -> bool:
+            plain = name.removeprefix("net.")  # as others' code calls it
+            return any(fnmatchcase(each, form) for each in (name, plain) for form in (pattern, f"{pattern}.*"))
+
+        def frozen(name: str) -> bool:
+            return not name.startswith(self.head_names) if isinstance(what, str) else any(fits(name, each) for each in what)
+
+        parameters = dict(self.named_parameters())
+        for pattern in () if isinstance(what, str) else what:
+            if not any(fits(name, pattern) for name in parameters):
+                remedy = f"its parameters are {first_few(list(parameters))}"
+                raise UserError(f"train.freeze must name parameters or modules of the model, got {pattern!r}", remedy)
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(parameter.requires_grad and not frozen(name))
+        if not any(parameter.requires_grad for parameter in parameters.values()):
+            raise UserError(f"train.freeze={what} leaves no parameter that learns", "freeze fewer")
+        norms = [(name, module) for name, module in self.named_modules() if isinstance(module, _BatchNorm)]
+        self.frozen_norms = [norm for name, norm in norms if frozen(f"{name}.weight")]
+        self.train(self.training)
+
+    def train(self: AnyModel, mode: bool = True) -> AnyModel:
+        super().train(mode)
+        for norm in self.frozen_norms:
+            norm.eval()
+        return self
 
     @property
     def noise_per_sample(self) -> int:
@@ -214,9 +255,6 @@ class VisionModel(nn.Module):
         if self.activation_checkpointing and self.training:
             return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
         return block(*arguments)
-
-
-AnyModel = TypeVar("AnyModel", bound=VisionModel)
 
 
 def as_features(model: AnyModel) -> AnyModel:

@@ -1,4 +1,5 @@
-"""Wrap any image classifier of timm as a model of ours (``timm:NAME``; Wightman, github.com/huggingface/pytorch-image-models).
+"""Wrap any image classifier of timm as a model of ours (``timm:NAME``; Wightman, github.com/huggingface/pytorch-image-models), and what
+:mod:`pipeline.models.imported` wraps others with.
 
 Its module is the submodule ``net``, so that parameter names are ``net.`` and timm's. ``model.switches`` are further arguments of
 ``timm.create_model``.
@@ -21,14 +22,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipeline.errors import UserError, first_line
 from pipeline.models.common.base import Switches, VisionModel
 from pipeline.models.entry import TIMM_PREFIX, ModelEntry
-from pipeline.models.timm.network import Trial, build_network, import_timm, try_out
+from pipeline.models.timm.network import Maker, Trial, build_network, drop_rate, import_timm, scales_kept, try_out
 
-_NET = "net."  # before timm's names of parameters
+NET = "net."  # before the network's own names of parameters
 _FILTERS = ("checkpoint_filter_fn", "checkpoint_filter_fn_classifier", "_filter_fn")  # what timm's modules call them
 
 
 class TimmSwitches(Switches):
-    """Arguments of ``timm.create_model``; which there are, the architecture decides."""
+    """Arguments of ``timm.create_model``, or of another function; which there are, the architecture decides."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -80,40 +81,57 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-class TimmClassifier(VisionModel):
-    """The classifier ``net`` of timm, whose DropPath modules are exchanged for :class:`~StreamDropPath`.
+class WrappedClassifier(VisionModel):
+    """The classifier ``net``, whose modules of stochastic depth are exchanged for :class:`~StreamDropPath`.
+
+    Args:
+        heads: names of its classifiers' modules.
 
     Raises:
         UserError: the network has no activation checkpointing.
     """
 
-    def __init__(self, name: str, net: Any, trial: Trial, activation_checkpointing: bool, switches: Switches) -> None:
+    library = "its code"
+
+    def __init__(
+        self, name: str, net: Any, trial: Trial, activation_checkpointing: bool, switches: Switches, heads: Sequence[str]
+    ) -> None:
         paths = [(net.get_submodule(path), calls) for path, calls in trial.branches.items()]
-        super().__init__([path.drop_prob for path, calls in paths for _ in range(calls)], activation_checkpointing, switches)
+        super().__init__([drop_rate(path) for path, calls in paths for _ in range(calls)], activation_checkpointing, switches)
         if activation_checkpointing:
             try:
                 net.set_grad_checkpointing(True)
             except (AssertionError, AttributeError) as error:
                 raise UserError(
-                    f"train.activation_checkpointing is true, but {name} has none in timm ({first_line(error)})",
+                    f"train.activation_checkpointing is true, but {name} has none in {self.library} ({first_line(error)})",
                     "set train.activation_checkpointing=false",
                 ) from None
         self.name, self.net, self.trial = name, net, trial
         self.draws_from_generator = bool(trial.draws)
-        streamed = {path: StreamDropPath(path.drop_prob, path.scale_by_keep, calls) for path, calls in paths}
+        streamed = {path: StreamDropPath(drop_rate(path), scales_kept(path), calls) for path, calls in paths}
         for module in list(net.modules()):
             for child_name, child in list(module.named_children()):
                 if child in streamed:
                     setattr(module, child_name, streamed[child])
         self._streamed = list(streamed.values())  # a plain list: they are registered below net
-        heads = net.pretrained_cfg.get("classifier") or ()
-        self.head_names = tuple(f"{_NET}{head}." for head in ([heads] if isinstance(heads, str) else heads))
-        # (timm's name, ours): of each child with all that is in it, and of the weights that belong to none.
+        self.head_names = tuple(f"{NET}{head}." for head in heads)
+        # (its name, ours): of each child with all that is in it, and of the weights that belong to none.
         direct = [*net.named_parameters(recurse=False), *net.named_buffers(recurse=False)]
         names = [*(f"{child}." for child, _ in net.named_children()), *(name for name, _ in direct)]
-        self.reference_names = tuple((name, _NET + name) for name in names)
+        self.reference_names = tuple((name, NET + name) for name in names)
         self._norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
         self._momenta: list[float | None] = []
+
+    @staticmethod
+    def heads(net: Any, num_classes: int) -> Sequence[str]:
+        """Names of the classifiers: what ``get_classifier`` gives, as in timm's models, else the last linear layer of so many outputs."""
+        try:
+            found = net.get_classifier()
+        except Exception:  # it has no such method, or another one
+            found = None
+        names = [key for key, module in net.named_modules() if module is found]
+        linear = [key for key, each in net.named_modules() if isinstance(each, nn.Linear) and each.out_features == num_classes]
+        return (names or linear)[-1:]
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         scales = self.branch_scales(images.shape[0], noise)  # (B, branches); len() would fix B in an exported graph
@@ -147,18 +165,19 @@ class TimmClassifier(VisionModel):
     @property
     def pooled_width(self) -> int:
         if self.trial.feature_width is None:
-            raise UserError(f"{self.name} has no pooled features in timm (forward_head with pre_logits)", "predict classes")
+            problem = f"{self.name} has no pooled features in {self.library} (forward_head with pre_logits)"
+            raise UserError(problem, "predict classes")
         return self.trial.feature_width
 
     def pooled(self, images: Tensor) -> Tensor:
         return self.net.forward_head(self.net.forward_features(images), pre_logits=True)
 
     def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        raise UserError(f"{self.name} has no feature form here", "take timm.create_model(..., features_only=True)")
+        raise UserError(f"{self.name} has no feature form here", "take that of its own library, as timm's features_only=True")
 
     def no_weight_decay(self) -> set[str]:
         exempt = set(self.net.no_weight_decay()) if hasattr(self.net, "no_weight_decay") else set()
-        return {_NET + name for name, _ in self.net.named_parameters() if name in exempt or name.endswith(".bias")}
+        return {NET + name for name, _ in self.net.named_parameters() if name in exempt or name.endswith(".bias")}
 
     @property
     def num_layers(self) -> int:
@@ -167,15 +186,34 @@ class TimmClassifier(VisionModel):
 
     def layer_of(self, name: str) -> int:
         """By timm's ``group_matcher``. Raises a ``UserError`` if the architecture has none."""
-        return self._layers()[name.removeprefix(_NET)]
+        return self._layers()[name.removeprefix(NET)]
 
     def _layers(self) -> dict[str, int]:
-        from timm.models import group_parameters
-
         if not hasattr(self.net, "group_matcher"):
-            problem = f"optim.layer_decay is set, but timm names no layers of {self.name} (group_matcher)"
+            problem = f"optim.layer_decay is set, but {self.library} names no layers of {self.name} (group_matcher)"
             raise UserError(problem, "remove optim.layer_decay")
-        return group_parameters(self.net, self.net.group_matcher(coarse=False), reverse=True)
+        return import_timm().models.group_parameters(self.net, self.net.group_matcher(coarse=False), reverse=True)
+
+    def remarks(self, mean: Sequence[float], std: Sequence[float]) -> list[str]:
+        sentences = [f"{self.name}: {len(self.drop_path_rates)} branches of stochastic depth from the stream"]
+        if self.draws_from_generator:
+            sentences.append(
+                f"note: {self.name} also draws otherwise ({', '.join(self.trial.draws)}), from a generator that is seeded for each "
+                f"micro-batch: the same again after a restart on the same number of processes, not on another"
+            )
+        return sentences
+
+
+class TimmClassifier(WrappedClassifier):
+    """A classifier of timm."""
+
+    library = "timm"
+
+    @staticmethod
+    def heads(net: Any, num_classes: int) -> Sequence[str]:
+        """See the base class."""
+        names = net.pretrained_cfg.get("classifier") or ()
+        return [names] if isinstance(names, str) else names
 
     def prepared_weights(self, weights: Mapping[str, Tensor], source: str) -> Mapping[str, Tensor]:
         """Weights under timm's names, the authors' or ours (``net.`` before timm's) through timm's own filter, which renames and resamples
@@ -184,7 +222,7 @@ class TimmClassifier(VisionModel):
         Raises:
             UserError: the filter fails on them.
         """
-        plain = {name.removeprefix(_NET): value for name, value in weights.items()}
+        plain = {name.removeprefix(NET): value for name, value in weights.items()}
         convert = self._checkpoint_filter()
         if convert is not None:
             try:
@@ -194,7 +232,7 @@ class TimmClassifier(VisionModel):
                     f"{source} does not fit {self.name} (timm's filter of its checkpoints: {type(error).__name__} {first_line(error)})",
                     "set model.name to the architecture of these weights",
                 ) from None
-        return {_NET + name: value for name, value in plain.items()}
+        return {NET + name: value for name, value in plain.items()}
 
     def _checkpoint_filter(self) -> Callable[..., Any] | None:
         """timm's function (state dict, network) -> state dict, from the module of the architecture or else of its class."""
@@ -208,13 +246,8 @@ class TimmClassifier(VisionModel):
         return None
 
     def remarks(self, mean: Sequence[float], std: Sequence[float]) -> list[str]:
-        branches = len(self.drop_path_rates)
-        sentences = [f"timm {import_timm().__version__}: {branches} branches of stochastic depth from the stream"]
-        if self.draws_from_generator:
-            sentences.append(
-                f"note: {self.name} also draws otherwise ({', '.join(self.trial.draws)}), from a generator that is seeded for each "
-                f"micro-batch: the same again after a restart on the same number of processes, not on another"
-            )
+        first, *others = super().remarks(mean, std)
+        sentences = [first.replace(self.name, f"timm {import_timm().__version__}", 1), *others]
         cfg = self.net.pretrained_cfg
         if (tuple(cfg["mean"]), tuple(cfg["std"])) != (tuple(mean), tuple(std)):
             sentences.append(
@@ -224,18 +257,26 @@ class TimmClassifier(VisionModel):
         return sentences
 
 
-def build_timm(
-    name: str, switches: TimmSwitches, num_classes: int, image_size: int, drop_path: float, activation_checkpointing: bool
-) -> TimmClassifier:
-    """The builder of a registry entry."""
+def build_wrapped(
+    kind: type[WrappedClassifier],
+    make: Maker,
+    checked: Maker,
+    name: str,
+    switches: TimmSwitches,
+    num_classes: int,
+    image_size: int,
+    drop_path: float,
+    activation_checkpointing: bool,
+) -> WrappedClassifier:
+    """The builder of a registry entry, of a ``kind`` with the networks that ``make`` makes, and ``checked`` for a trial."""
     options = dict(switches.model_extra or {})
-    trial = try_out(name, num_classes, image_size, drop_path, options)
+    trial = try_out(name, num_classes, image_size, drop_path, options, checked)
     if drop_path and not trial.branches:
         raise UserError(f"model.drop_path is {drop_path}, but {name} has no stochastic depth", "set model.drop_path=0")
     default = torch.get_default_device()
     with torch.device(trial.device if default.type == "meta" else default):  # some networks cannot be built on meta
-        net = build_network(name, num_classes, image_size, drop_path, options)
-    return TimmClassifier(name, net, trial, activation_checkpointing, switches)
+        net = make(name, num_classes, image_size, drop_path, options)
+    return kind(name, net, trial, activation_checkpointing, switches, kind.heads(net, num_classes))
 
 
 def timm_entry(name: str) -> ModelEntry:
@@ -244,7 +285,7 @@ def timm_entry(name: str) -> ModelEntry:
     cfg = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
     return ModelEntry(
         name=name,
-        build=partial(build_timm, name),
+        build=partial(build_wrapped, TimmClassifier, build_network, build_network, name),
         description="a model of timm",
         paper=f"timm {timm.__version__}",
         switches=TimmSwitches,

@@ -89,6 +89,8 @@ def timm_form(name: str, switches: Mapping[str, Any]) -> TimmForm:
     """The architecture of timm that a model of ours is; ``switches`` that are not stated have their defaults."""
     if is_timm(name):
         return TimmForm(name.removeprefix(TIMM_PREFIX).partition(".")[0], dict(switches), False)
+    if name not in list_models():
+        raise UserError(f"--format timm is for models of this project and of timm, got {name}", "choose another format")
     fields = model_entry(name).switches.model_fields
     changed = {key: value for key, value in switches.items() if value != fields[key].default}
     family = name.partition("_")[0]

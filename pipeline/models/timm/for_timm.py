@@ -7,17 +7,19 @@
     timm.create_model("local-dir:FOLDER", pretrained=True)  # what `pervit export --format timm` wrote
 
 A model is this project's own, with the attributes and methods that users of timm expect: ``num_features``, ``forward_features``,
-``forward_head``, ``get_classifier``, ``reset_classifier``. ``features_only=True`` gives its feature maps. The ablation switches are
-an argument, ``switches``.
+``forward_head``, ``forward_intermediates``, ``get_classifier``, ``reset_classifier``. ``features_only=True`` gives its feature maps. The
+ablation switches are an argument, ``switches``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
@@ -31,6 +33,16 @@ from pipeline.models.weights.reference_names import fitting_names
 import_library("timm", "pipeline.models.timm.for_timm")
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model  # noqa: E402
 from timm.models._features import FeatureInfo  # noqa: E402
+
+# Family -> its first convolution, and the side of its last map at its own size of images.
+_STEMS = {
+    "pervit": ("stem.layers.0.0", 14),
+    "convit": ("patch_embedding", 14),
+    "deit": ("patch_embedding", 14),
+    "gmlp": ("stem", 14),
+    "lsat": ("embedding.projections.0", 4),
+    "posmlp": ("stem.convolutions.0", 7),
+}
 
 
 class NoHead(nn.Identity):
@@ -46,6 +58,14 @@ class TimmModel(VisionModel):
 
     head: nn.Linear | NoHead
     num_classes: int  # 0: no classifier
+    side: int  # of the images that it was made for
+    feature_dim = -1  # of the channels in what forward_features gives
+    output_fmt = "NHWC"  # of the same, where it has rows and columns
+    unpooled = False  # forward is forward_features
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Any:
+        """See the base class; without pooling and classifier, ``forward_features``."""
+        return self.forward_features(images) if self.unpooled else super().forward(images, noise)
 
     @property
     def num_features(self) -> int:
@@ -55,7 +75,7 @@ class TimmModel(VisionModel):
 
     @property
     def global_pool(self) -> str:
-        return "token" if isinstance(self, ClassTokenModel) else "avg"
+        return "" if self.unpooled else "token" if isinstance(self, ClassTokenModel) else "avg"
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -63,7 +83,7 @@ class TimmModel(VisionModel):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """The last block's normalized result, not pooled: (B, N + 1, width), class token first, of ConViT and DeiT;
-        (B, rows, columns, width) of PosMLP; else (B, N, width)."""
+        (B, rows, columns, width) of PosMLP and LSAT; else (B, N, width)."""
         if isinstance(self, ClassTokenModel):
             return self.norm(self.tokens(images, None))
         seen: list[Tensor] = []
@@ -72,7 +92,47 @@ class TimmModel(VisionModel):
             self.class_scores(images)
         finally:
             hook.remove()
-        return seen[-1].squeeze(1) if seen[-1].shape[1] == 1 and seen[-1].ndim == 4 else seen[-1]  # gMLP's one window
+        return _grid(seen[-1]) if hasattr(self, "levels") or hasattr(self, "stages") else seen[-1].flatten(1, -2)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """timm's method: what :meth:`forward_features` returns, and with it the result of each block, in a model with stages of the last
+        block of each, as maps (B, width, rows, columns), or (B, rows * columns, width) for ``output_fmt="NLC"``; never normalized."""
+        if norm:
+            raise UserError("norm is True, but the results of the blocks have no norms of their own", "leave it out")
+        found: list[Tensor] = []
+        hooks = [self.get_submodule(name).register_forward_hook(lambda *call: found.append(call[2])) for name in self._taken()]
+        try:
+            features = self.forward_features(x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        chosen = range(len(found)) if indices is None else range(-indices, 0) if isinstance(indices, int) else indices
+        maps = [_grid(found[index]) for index in chosen]  # (B, rows, columns, width) each
+        maps = [each.flatten(1, 2) if output_fmt == "NLC" else each.permute(0, 3, 1, 2) for each in maps]
+        return maps if intermediates_only else (features, maps)
+
+    def _taken(self) -> list[str]:
+        """Names of the blocks that :meth:`forward_intermediates` looks at."""
+        return list({name.rpartition("blocks.")[0] or name: name.rstrip(".") for name in self._block_prefixes()}.values())
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """Of each map of :meth:`forward_intermediates`, by a forward pass of a black image."""
+        side, trained = self.side, self.training
+        with torch.no_grad():
+            black = torch.zeros(1, 3, side, side, device=self.norm.weight.device)
+            maps = self.eval().forward_intermediates(black, intermediates_only=True)
+        self.train(trained)
+        sizes = [{"num_chs": each.shape[1], "reduction": side // each.shape[2]} for each in maps]
+        return [{**size, "module": name} for size, name in zip(sizes, self._taken())]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pool and classify: what :meth:`forward_features` returns -> (B, num_classes), or with ``pre_logits`` (B, width)."""
@@ -83,7 +143,8 @@ class TimmModel(VisionModel):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh classifier for ``num_classes``; 0: none. Another way of pooling is a ``UserError``."""
+        """A fresh classifier for ``num_classes``; 0: none, and with ``global_pool=""`` no pooling. Another way of pooling is a ``UserError``."""
+        self.unpooled = global_pool == "" and not num_classes
         if global_pool not in (None, self.global_pool):
             raise UserError(f"global_pool is {global_pool!r}, but this model has {self.global_pool!r} alone", "leave it out")
         like = self.norm.weight
@@ -119,8 +180,9 @@ class TimmModel(VisionModel):
 class FeatureMaps(nn.Module):
     """A classifier as timm's ``features_only=True`` gives it: images (B, 3, H, W) -> list of maps, of ``out_indices`` or all."""
 
-    def __init__(self, model: VisionModel, out_indices: Sequence[int] | None) -> None:
+    def __init__(self, model: Any, out_indices: Sequence[int] | None) -> None:
         super().__init__()
+        self.default_cfg = self.pretrained_cfg = model.pretrained_cfg
         self.model = as_features(model)
         levels = range(len(model.widths))
         self.out_indices = tuple(levels if out_indices is None else (levels[index] for index in out_indices))
@@ -130,6 +192,13 @@ class FeatureMaps(nn.Module):
     def forward(self, images: Tensor) -> list[Tensor]:
         maps = self.model.feature_maps(images)
         return [maps[index] for index in self.out_indices]
+
+
+def _grid(x: Tensor) -> Tensor:
+    """Tokens in any layout (B, ..., width), a class token before them or not, as their square (B, rows, columns, width)."""
+    tokens = x.flatten(1, -2)  # (B, N, width)
+    side = math.isqrt(tokens.shape[1])
+    return tokens[:, tokens.shape[1] - side * side :].unflatten(1, (side, side))
 
 
 def for_timm(model: VisionModel) -> VisionModel:
@@ -165,8 +234,10 @@ def _make(
             f"{name} of pervit-pipeline has {problem}, but takes square images of 3 channels and has no such dropout",
             "leave it out",
         )
-    model = for_timm(create_model(name, max(num_classes, 1), sides.pop(), drop_path_rate, switches=switches))
+    (side,) = sides
+    model = for_timm(create_model(name, max(num_classes, 1), side, drop_path_rate, switches=switches))
     assert isinstance(model, TimmModel)
+    model.side = side
     if global_pool is not None or num_classes == 0:
         model.reset_classifier(num_classes, global_pool)
     return model
@@ -181,6 +252,7 @@ def _our_names(weights: Mapping[str, Tensor], model: VisionModel) -> Mapping[str
 def _entrypoint(name: str) -> Callable[..., nn.Module]:
     def build(pretrained: bool = False, **arguments: Any) -> nn.Module:
         features, indices = arguments.pop("features_only", False), arguments.pop("out_indices", None)
+        arguments.pop("feature_cls", None)  # however timm would find the maps of its own models
         options = {"pretrained_filter_fn": _our_names, **arguments}
         model = build_model_with_cfg(lambda **given: _make(name, **given), name, pretrained, **options)
         return FeatureMaps(model, indices) if features else model
@@ -194,8 +266,10 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
 def _config(name: str) -> dict[str, Any]:
     """timm's ``pretrained_cfg`` of a model without weights."""
     entry = model_entry(name)
+    first_conv, side = _STEMS[name.partition("_")[0].rstrip("3")]
+    stem = {"first_conv": first_conv, "pool_size": (side, side)}
     shape = {"input_size": (3, entry.image_size, entry.image_size), "fixed_input_size": True, "num_classes": entry.num_classes}
-    return shape | {"classifier": "head", "license": "apache-2.0"}
+    return shape | stem | {"classifier": "head", "license": "apache-2.0"}
 
 
 _names = [name for name in list_models() if ":" not in name]

@@ -1,16 +1,20 @@
-"""Know timm's names, of models (``timm:NAME``) and of the files in its folders, without timm and PyTorch."""
+"""Know timm's names, of models (``timm:NAME``), of its weights in the Hugging Face hub and of the files in its folders, without timm and
+PyTorch."""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import re
 from functools import cache
 from pathlib import Path
 
-from pipeline.errors import UserError, missing_extra
+from pipeline.errors import UserError, first_line, missing_extra
 from pipeline.models.entry import TIMM_PREFIX
 
+# timm's default tags of the architectures that this project has too, by the word that their names begin with.
+_TAGS = {"convit": "fb_in1k", "deit": "fb_in1k", "gmlp": "ra3_in1k"}
 CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
 
 
@@ -32,8 +36,8 @@ def check_timm_name(name: str) -> None:
     plain, dot, tag = architecture.partition(".")
     if dot and plain in known:
         raise UserError(
-            f"model.name must be an architecture, got {name}, whose part {tag!r} names weights, which are never downloaded",
-            f"write {TIMM_PREFIX}{plain}, and give a local file with the weights to train.init_from",
+            f"model.name must be an architecture, got {name}, whose part {tag!r} names weights",
+            f"write model.name={TIMM_PREFIX}{plain} train.init_from={name}",
         )
     if known and architecture not in known:
         close = difflib.get_close_matches(plain, known, n=1)
@@ -57,3 +61,29 @@ def defined_names() -> frozenset[str]:
 def is_timm_folder(path: Path) -> bool:
     """Whether a folder is meant to be of timm's layout, whole or not."""
     return path.is_dir() and any((path / name).is_file() for name in (CONFIG, WEIGHTS, PICKLED))
+
+
+def weights_folder(source: str) -> Path:
+    """The folder in timm's layout with the weights ``timm:NAME.TAG``, downloaded from the hub unless it is in its cache.
+
+    Raises:
+        UserError: the hub has no such weights or is not reached, ``huggingface_hub`` is missing, or there is no tag.
+    """
+    name = source.removeprefix(TIMM_PREFIX)
+    tag = "" if "." in name else _TAGS.get(name.partition("_")[0])
+    if tag is None:
+        problem = f"train.init_from must name weights as timm:NAME.TAG, got {source}"
+        raise UserError(problem, "take a name of https://huggingface.co/timm")
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise missing_extra(f"train.init_from={source}", "huggingface_hub", "hub")
+    repository = f"timm/{name}.{tag}".rstrip(".")
+    try:
+        from huggingface_hub import hf_hub_download
+
+        endpoint = os.environ.get("HF_ENDPOINT")  # which it reads itself only when it is imported
+        return [Path(hf_hub_download(repository, file, endpoint=endpoint)).parent for file in (CONFIG, WEIGHTS)][-1]
+    except Exception as error:  # of the network, the hub or the disk
+        raise UserError(
+            f"train.init_from {source} cannot be downloaded from https://huggingface.co/{repository} ({first_line(error)})",
+            f"correct the name, or run `hf download {repository} --local-dir FOLDER` where there is a network, and set train.init_from=FOLDER",
+        ) from None

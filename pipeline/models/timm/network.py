@@ -1,4 +1,5 @@
-"""Build timm's networks, and find out by a trial pass what one does: its stochastic depth, what else it draws, its features."""
+"""Build timm's networks, and find out by a trial pass what one of them, or of any other origin, does: its stochastic depth, what else it
+draws, its features."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import UserError, first_line, missing_extra
@@ -27,17 +29,20 @@ _RESERVED = {  # arguments of timm.create_model that a switch must not set -> wh
     "drop_path_rate": "model.drop_path sets it",
     "in_chans": "images have 3 channels",
     **dict.fromkeys(
-        ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay"), "nothing is downloaded: train.init_from takes a local file"
+        ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay"), "train.init_from=timm:NAME.TAG takes timm's weights"
     ),
-    "checkpoint_path": "train.init_from takes a local file",
-    "cache_dir": "nothing is downloaded",
+    "checkpoint_path": "train.init_from takes a file",
+    "cache_dir": "it does not describe the model",
     **dict.fromkeys(("features_only", "out_indices"), "a classifier is trained"),
     **dict.fromkeys(("scriptable", "exportable", "no_jit"), "it does not describe the model"),
     "device": "the run chooses the device",
     "dtype": "train.precision sets it",
 }
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
+Maker = Callable[[str, int, int, float, Mapping[str, Any]], nn.Module]  # as :func:`build_network`
 _TRIAL_BATCH = 2  # images: tells a batch's dimension from a window's
+_DROPS = {"DropPath", "StochasticDepth"}  # classes of stochastic depth, of timm, of torchvision and of those who copied them
+_ROWS = 4096  # that such a module is given, to see whether it drops samples
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Trial:
     device: str  # on which it can be built and run: meta without memory, else cpu
     branches: Mapping[str, int]  # name of each DropPath module that drops samples -> its calls in a forward pass
     draws: tuple[str, ...]  # operators that draw from PyTorch's generator besides, in training mode
+    changed: Sequence[str]  # buffers that a forward pass changes, beside those of BatchNorm
     feature_width: int | None  # D of what the classifier sees, (B, D); None: the network has no such form
 
 
@@ -89,6 +95,9 @@ def build_network(name: str, num_classes: int, image_size: int, drop_path: float
     Raises:
         UserError: timm cannot build it with these arguments.
     """
+    for key in switches:
+        if key in _RESERVED:
+            raise UserError(f"model.switches.{key} is set for {name}, but {_RESERVED[key]}", "remove the switch")
     timm = import_timm()
     architecture = name.removeprefix(TIMM_PREFIX)
     if not timm.is_model(architecture):
@@ -141,31 +150,34 @@ def arguments_of(name: str) -> dict[str, Any]:
     return {key: parameter.default for key, parameter in parameters.items() if key not in hidden}
 
 
-def try_out(name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> Trial:
-    """Build the network once more and give it two blank images, in training and in evaluation mode.
+def try_out(
+    name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any], make: Maker = build_network
+) -> Trial:
+    """Make the network once more and give it two blank images, in training and in evaluation mode.
 
     On the meta device, which computes nothing; on the CPU if the network does not work there. PyTorch's generator is left as it was.
 
     Raises:
         UserError: it cannot be built, takes no such images, is not a classifier, or a switch is not the user's to set.
     """
-    for key in switches:
-        if key in _RESERVED:
-            raise UserError(f"model.switches.{key} is set for {name}, but {_RESERVED[key]}", "remove the switch")
-    return _try_out(name, num_classes, image_size, drop_path, json.dumps(dict(switches), sort_keys=True))
+    return _try_out(make, name, num_classes, image_size, drop_path, json.dumps(dict(switches), sort_keys=True))
 
 
 @lru_cache(maxsize=32)  # a start builds a model several times
-def _try_out(name: str, num_classes: int, image_size: int, drop_path: float, switches: str) -> Trial:
+def _try_out(make: Maker, name: str, num_classes: int, image_size: int, drop_path: float, switches: str) -> Trial:
+    asked = (make, name, num_classes, image_size, drop_path, json.loads(switches))
     try:
-        return _observe("meta", name, num_classes, image_size, drop_path, json.loads(switches))
+        return _observe("meta", *asked)
     except Exception:  # an operator without a form for meta, or a mistake of the user's, which the CPU explains
-        return _observe("cpu", name, num_classes, image_size, drop_path, json.loads(switches))
+        return _observe("cpu", *asked)
 
 
-def _observe(device: str, name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> Trial:
+def _observe(
+    device: str, make: Maker, name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]
+) -> Trial:
     with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
-        network = build_network(name, num_classes, image_size, drop_path, switches)
+        network = make(name, num_classes, image_size, drop_path, switches)
+        before = _versions(network)
         images = torch.zeros(_TRIAL_BATCH, 3, image_size, image_size)
         try:
             in_training, draws, calls = _watched(network, images)
@@ -182,7 +194,14 @@ def _observe(device: str, name: str, num_classes: int, image_size: int, drop_pat
                     f"{name} is not a plain classifier: in {mode} it must give ({_TRIAL_BATCH}, {num_classes}) for {_TRIAL_BATCH} images, got {shape}",
                     "choose another model, or switches with which it is one",
                 )
-        return Trial(device, calls, tuple(sorted(draws)), _feature_width(network, images))
+        changed = [key for key, version in _versions(network).items() if before.get(key) != version]
+        return Trial(device, calls, tuple(sorted(draws)), changed, _feature_width(network, images))
+
+
+def _versions(network: nn.Module) -> dict[str, tuple[int, int]]:
+    """What tells whether a buffer has changed, but of BatchNorm's: it is another tensor, or was written to."""
+    norms = {id(buffer) for norm in network.modules() if isinstance(norm, _BatchNorm) for buffer in norm.buffers()}
+    return {key: (id(buffer), buffer._version) for key, buffer in network.named_buffers() if id(buffer) not in norms}
 
 
 def _watched(network: nn.Module, images: Tensor) -> tuple[Any, set[str], dict[str, int]]:
@@ -191,11 +210,9 @@ def _watched(network: nn.Module, images: Tensor) -> tuple[Any, set[str], dict[st
     A DropPath whose input's first dimension is not the batch, as in TNT, counts among the operators: its draws are of windows or
     patches.
     """
-    from timm.layers import DropPath
-
     calls: Counter[str] = Counter()
     others: set[str] = set()
-    paths = {name: module for name, module in network.named_modules() if isinstance(module, DropPath) and module.drop_prob}
+    paths = {name: module for name, module in network.named_modules() if drops_samples(module)}
     with Draws() as draws:
 
         def before(name: str, x: Tensor) -> None:
@@ -213,6 +230,31 @@ def _watched(network: nn.Module, images: Tensor) -> tuple[Any, set[str], dict[st
         scores = network.train()(images)
     names = draws.names | ({"drop_path of parts of an image"} if others else set())
     return scores, names, {name: calls[name] for name in paths if calls[name] and name not in others}
+
+
+def drop_rate(module: Any) -> float:
+    """The rate of a module of stochastic depth: what timm and torchvision call it."""
+    return float(getattr(module, "drop_prob", getattr(module, "p", None)) or 0.0)
+
+
+def scales_kept(module: Any) -> bool:
+    """Whether it divides what it keeps by the share that it keeps."""
+    return bool(getattr(module, "scale_by_keep", True))
+
+
+def drops_samples(module: nn.Module) -> bool:
+    """Whether a module is stochastic depth, whatever library it is of: it drops some samples of a batch and scales the others."""
+    rate = drop_rate(module) if _DROPS & {kind.__name__ for kind in type(module).__mro__} else 0.0
+    if not 0 < rate < 1:
+        return False
+    try:
+        with torch.device("cpu"):
+            given = module.train()(torch.ones(_ROWS, 2))
+    except Exception:  # another module of that name
+        return False
+    kept = torch.tensor(1 / (1 - rate) if scales_kept(module) else 1.0)
+    alone = bool((given[:, 0] == given[:, 1]).all() and ((given == 0) | torch.isclose(given, kept)).all())
+    return alone and abs(float((given[:, 0] == 0).float().mean()) - rate) < 0.1  # else all samples together
 
 
 def _feature_width(network: Any, images: Tensor) -> int | None:

@@ -21,7 +21,7 @@ from pipeline.config.values import MAX_SIDE, Count, Deviation, Mean
 from pipeline.errors import UserError, first_invalid
 from pipeline.files import open_regular, replace_file
 from pipeline.models.common.base import VisionModel
-from pipeline.models.registry import create_model
+from pipeline.models.registry import check_trusted, create_model
 from pipeline.models.weights.reference_names import Names, load_fitting, load_reference_state_dict, reference_state_dict
 from pipeline.models.weights.transfer import check_finite
 
@@ -139,6 +139,7 @@ def build_described(path: Path, weights: Mapping[str, Tensor], description: Desc
         UserError: the weights are not those of such a model, or not finite.
     """
     check_finite(weights, source=str(path))
+    check_trusted(description.model, path)
     try:
         model = _create(description)
         if description.names == "authors":

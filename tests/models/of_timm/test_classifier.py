@@ -229,7 +229,10 @@ def test_a_wrong_name_is_one_sentence() -> None:
             "timm:vit_tiny_patch16_22",
             r"must be a model of timm's list, got timm:vit_tiny_patch16_22: did you mean timm:vit_tiny_patch16_224\?",
         ),
-        ("timm:vit_tiny_patch16_224.augreg_in21k", "'augreg_in21k' names weights, which are never downloaded"),
+        (
+            "timm:vit_tiny_patch16_224.augreg_in21k",
+            "names weights: write model.name=timm:vit_tiny_patch16_224 train.init_from=timm:vit_tiny_patch16_224.augreg_in21k.",
+        ),
         ("timm:hf-hub:timm/resnet18", "must be a name of timm's list, got timm:hf-hub:timm/resnet18, a folder or a repository"),
         ("timm:", "must be a model of timm's list, got timm:"),
     ):
@@ -250,8 +253,8 @@ def test_without_timm_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (VIT, 64, 0.0, {"dept": 2}, "unknown switch 'dept', which timm:vit_tiny_patch16_224 does not take: did you mean 'depth'"),
         (VIT, 64, 0.0, {"img_size": 64}, "model.switches.img_size is set for .*, but model.image_size sets it"),
-        (VIT, 64, 0.0, {"pretrained": True}, "nothing is downloaded: train.init_from takes a local file"),
-        (VIT, 64, 0.0, {"checkpoint_path": "w.pth"}, "train.init_from takes a local file"),
+        (VIT, 64, 0.0, {"pretrained": True}, "train.init_from=timm:NAME.TAG takes timm's weights"),
+        (VIT, 64, 0.0, {"checkpoint_path": "w.pth"}, "train.init_from takes a file"),
         (VIT, 64, 0.0, {"embed_dim": 191}, "cannot be built .*191"),
         ("timm:vgg11", 64, 0.1, {}, "model.drop_path is above 0, but timm:vgg11 takes no drop_path_rate"),
         (VIT, 64, 0.0, {"global_pool": ""}, r"is not a plain classifier: in training it must give \(2, 10\) for 2 images, got \(2, 17, 10\)"),

@@ -42,6 +42,14 @@ def test_the_interface_that_users_of_timm_expect(name: str) -> None:
         assert features.shape[-1] == model.num_features == model.head_hidden_size == pooled.shape[1] and len(pooled) == 2
         assert features.shape[1] - model.num_prefix_tokens > 0
         assert torch.equal(copy.deepcopy(model)(images), expected)
+        last, maps = model.forward_intermediates(images)
+        assert torch.equal(last, features) and model.forward_intermediates(images, 2, output_fmt="NLC")[1][1].shape[0] == 2
+        said = [(each["num_chs"], SIZES[name] // each["reduction"]) for each in model.feature_info]
+        assert [(each.shape[1], each.shape[2]) for each in maps] == said and len(said) >= 3
+        for key in (model.default_cfg["first_conv"], model.default_cfg["classifier"]):
+            assert f"{key}.weight" in model.state_dict()
+        model.reset_classifier(0, "")
+        assert torch.equal(model(images), features)
         model.reset_classifier(0)
         assert (model.num_classes, model(images).shape) == (0, pooled.shape)
         torch.testing.assert_close(model(images), pooled)
@@ -71,7 +79,7 @@ def test_timms_layer_decay_finds_all_parameters(name: str) -> None:
 def test_features_only(name: str) -> None:
     """Maps of the widths and strides that ``feature_info`` says."""
     size = SIZES[name]
-    model = timm.create_model(name, img_size=size, features_only=True).eval()
+    model = timm.create_model(name, img_size=size, features_only=True, feature_cls="getter").eval()
     with torch.no_grad():
         maps = model(torch.randn(1, 3, size, size))
     assert [each.shape[1] for each in maps] == model.feature_info.channels()
