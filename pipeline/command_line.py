@@ -36,7 +36,12 @@ COMMANDS = {
     },
     "Use": {"evaluate": "pipeline.evaluate", "predict": "pipeline.predict", "export": "pipeline.export"},
     "Understand": {"report": "pipeline.report", "analyze": "pipeline.analyze"},
-    "Look up": {"models": "pipeline.models", "config": "pipeline.config", "flops": "pipeline.flops"},
+    "Look up": {
+        "models": "pipeline.models",
+        "config": "pipeline.config",
+        "flops": "pipeline.flops",
+        "throughput": "pipeline.throughput",
+    },
 }
 
 
