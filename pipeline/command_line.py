@@ -34,7 +34,12 @@ COMMANDS = {
         "track": "pipeline.track",
         "checkpoint": "pipeline.checkpoint",
     },
-    "Use": {"evaluate": "pipeline.evaluate", "predict": "pipeline.predict", "export": "pipeline.export"},
+    "Use": {
+        "evaluate": "pipeline.evaluate",
+        "predict": "pipeline.predict",
+        "probe": "pipeline.probe",
+        "export": "pipeline.export",
+    },
     "Understand": {"report": "pipeline.report", "analyze": "pipeline.analyze"},
     "Look up": {
         "models": "pipeline.models",
