@@ -1,7 +1,7 @@
 """Evaluate a trained model: every image counts once, for any number of processes and any batch size.
 
     pervit evaluate --checkpoint runs/pervit_t --data data/imagenet --json result.json
-    pervit evaluate --checkpoint pervit_t.safetensors --data folder/of/images --batch-size 64
+    pervit evaluate pervit_t.onnx --data folder/of/images --batch-size 64
     pervit evaluate --checkpoint runs/pervit_t --data data/imagenet --predictions predictions.parquet
     pervit evaluate --checkpoint runs/pervit_t --data data/imagenet --set real=real.json --set v2=data/v2 --set a=data/imagenet-a
 
@@ -36,7 +36,9 @@ def main() -> None:
     others = "another set: real, v2, a, r or sketch; see above; repeatable"
     few = "a file with a name a line, or names with commas between: only these classes count, and only their images"
     rows = "also write a row for each image, to a .csv, .jsonl or .parquet file in a folder that all processes share"
-    add("--checkpoint", required=True, type=Path, metavar="PATH", help=SOURCES)
+    checkpoint = parser.add_mutually_exclusive_group(required=True)
+    checkpoint.add_argument("checkpoint", nargs="?", default=argparse.SUPPRESS, metavar="PATH", help=SOURCES)
+    checkpoint.add_argument("--checkpoint", metavar="PATH", help="the same")
     add("--data", type=place_argument, metavar="DIR", help=where)
     add("--set", action="append", default=[], metavar="NAME=PLACE", help=others)
     add("--classes", metavar="FILE|NAMES", help=few)
@@ -45,7 +47,9 @@ def main() -> None:
     add("--switch", action="append", default=[], metavar="NAME=VALUE", help=switch)
     add("--json", type=Path, metavar="FILE", help="also write the result to this file")
     add("--predictions", type=Path, metavar="FILE", help=rows)
-    run(parser.parse_args())
+    args = parser.parse_args()
+    args.checkpoint = Path(args.checkpoint)  # no type above: argparse would make a path of a positional that is left out
+    run(args)
 
 
 def run(args: argparse.Namespace) -> None:

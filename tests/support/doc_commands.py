@@ -50,6 +50,7 @@ NEEDS = {
     **dict.fromkeys(("curl", "hf"), "a network"),
     **dict.fromkeys(("wandb", "mlflow", "trackio"), "a tracker's client, which is not part of `make install`"),
     **dict.fromkeys(("--set", "--classes"), "ImageNet's other sets, or its classes"),
+    "pervit_t.onnx": "the extra onnx",
     "train.teacher=torchvision:regnet_y_16gf": "its weights",
     **dict.fromkeys(
         ("model.name=timm:resnet18", "timm_swin_t", "timm:swin_tiny_patch4_window7_224"),
