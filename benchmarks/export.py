@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.exporting import FORMATS, Subject, Training, sample_images
-from pipeline.exporting.graph import onnx_runner
+from pipeline.inference.onnx_file import OnnxModel
 from pipeline.models import create_model, load_exported, model_entry
 from pipeline.models.weights.exported import Description
 
@@ -55,7 +55,7 @@ def load(form: str, file: Path) -> Callable[[Tensor], Tensor]:
         import pipeline.models.timm.for_timm  # noqa: F401  # registers what timm lacks
 
         return timm.create_model(f"local-dir:{file}", pretrained=True).eval()
-    return torch.export.load(file).module() if form == "torch-export" else onnx_runner(file)
+    return torch.export.load(file).module() if form == "torch-export" else OnnxModel(file, ("CPUExecutionProvider",))
 
 
 def seconds(call: Callable[[], object]) -> float:

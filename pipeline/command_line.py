@@ -35,9 +35,19 @@ COMMANDS = {
         "track": "pipeline.track",
         "checkpoint": "pipeline.checkpoint",
     },
-    "Use": {"evaluate": "pipeline.evaluate", "predict": "pipeline.predict", "export": "pipeline.export"},
+    "Use": {
+        "evaluate": "pipeline.evaluate",
+        "predict": "pipeline.predict",
+        "probe": "pipeline.probe",
+        "export": "pipeline.export",
+    },
     "Understand": {"report": "pipeline.report", "analyze": "pipeline.analyze"},
-    "Look up": {"models": "pipeline.models", "config": "pipeline.config", "flops": "pipeline.flops"},
+    "Look up": {
+        "models": "pipeline.models",
+        "config": "pipeline.config",
+        "flops": "pipeline.flops",
+        "throughput": "pipeline.throughput",
+    },
 }
 
 

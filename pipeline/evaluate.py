@@ -1,10 +1,13 @@
 """Evaluate a trained model: every image counts once, for any number of processes and any batch size.
 
     pervit evaluate --checkpoint runs/pervit_t --data data/imagenet --json result.json
-    pervit evaluate --checkpoint pervit_t.safetensors --data folder/of/images --batch-size 64
+    pervit evaluate pervit_t.onnx --data folder/of/images --batch-size 64
     pervit evaluate --checkpoint runs/pervit_t --data data/imagenet --predictions predictions.parquet
+    pervit evaluate --checkpoint runs/pervit_t --data data/imagenet --set real=real.json --set v2=data/v2 --set a=data/imagenet-a
 
-If the run kept an average of its weights (train.ema_decay), the average is evaluated unless --weights says otherwise.
+--set adds a set of ImageNet's classes to the table: real (the published real.json, for the images of --data), v2, a, r or sketch (the
+folder as published, or shards of it). If the run kept an average of its weights (train.ema_decay), the average is evaluated unless
+--weights says otherwise.
 """
 
 from __future__ import annotations
@@ -30,15 +33,23 @@ def main() -> None:
     add = parser.add_argument
     where = "folder or URL with shards, or folder with images: CLASS/*.JPEG or SPLIT/CLASS/*.JPEG"
     switch = "override a switch of the model, such as ConViT's attention masks; repeatable"
+    others = "another set: real, v2, a, r or sketch; see above; repeatable"
+    few = "a file with a name a line, or names with commas between: only these classes count, and only their images"
     rows = "also write a row for each image, to a .csv, .jsonl or .parquet file in a folder that all processes share"
-    add("--checkpoint", required=True, type=Path, metavar="PATH", help=SOURCES)
-    add("--data", required=True, type=place_argument, metavar="DIR", help=where)
+    checkpoint = parser.add_mutually_exclusive_group(required=True)
+    checkpoint.add_argument("checkpoint", nargs="?", default=argparse.SUPPRESS, metavar="PATH", help=SOURCES)
+    checkpoint.add_argument("--checkpoint", metavar="PATH", help="the same")
+    add("--data", type=place_argument, metavar="DIR", help=where)
+    add("--set", action="append", default=[], metavar="NAME=PLACE", help=others)
+    add("--classes", metavar="FILE|NAMES", help=few)
     add("--split", default="val", help="default: val")
     add_model_options(parser)
     add("--switch", action="append", default=[], metavar="NAME=VALUE", help=switch)
     add("--json", type=Path, metavar="FILE", help="also write the result to this file")
     add("--predictions", type=Path, metavar="FILE", help=rows)
-    run(parser.parse_args())
+    args = parser.parse_args()
+    args.checkpoint = Path(args.checkpoint)  # no type above: argparse would make a path of a positional that is left out
+    run(args)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -53,7 +64,8 @@ def run(args: argparse.Namespace) -> None:
     if args.predictions:
         check_file("--predictions", args.predictions)
     check_source(args.checkpoint, args.step)
-    check_data(args.data)
+    if args.data:
+        check_data(args.data)
 
     # Imported only now: PyTorch takes seconds, and --help must not wait for it.
     with console.stage("loading the libraries"):
@@ -61,22 +73,39 @@ def run(args: argparse.Namespace) -> None:
         from pipeline.config.values import parse_switches
         from pipeline.inference.evaluation import check_same_classes, evaluate, evaluation_loader
         from pipeline.inference.prediction import RankRows, collect_evaluated
+        from pipeline.inference.sets import REAL, open_set, parse_sets, read_classes
 
+    places = ({"": args.data} if args.data else {}) | parse_sets(args.set)
+    if not args.data and (REAL in places or not places):
+        raise UserError("--data is required, but for sets other than real", "add --data with the validation set")
+    if args.predictions and len(places) > 1:
+        raise UserError(f"--predictions is for one set, got {len(places)}", "evaluate that set alone")
     with console.stage(f"reading {args.checkpoint}"):
         trained, config = read_asked(args)
     given = {**config.model.arguments, **parse_switches(args.switch)}
     config = config.with_values({"model.switches": given, "model.options": {}})
-    with console.stage(f"listing {args.data}"):
-        images = open_split(args.data, args.split, trained.classes if trained.named else None)
-    if trained.named:
-        check_same_classes(images, trained.classes, of=str(args.checkpoint))
-    elif len(images.classes) != len(trained.classes):
+    classes, shown, val = trained.classes, trained.shown, None
+    if args.data:
+        with console.stage(f"listing {args.data}"):
+            val = open_split(args.data, args.split, classes if trained.named else None)
+        if trained.named:
+            check_same_classes(val, classes, of=str(args.checkpoint))
+        elif len(val.classes) != len(classes):
+            raise UserError(
+                f"{args.checkpoint} has {len(classes)} classes, but the images have {len(val.classes)}",
+                "pass images of the data set that it was trained on",
+            )
+        else:
+            warn(f"{args.checkpoint} does not name its classes: they are taken to be those of the images, in the same order")
+            classes, shown = val.classes, val.class_names
+    elif not trained.named:
         raise UserError(
-            f"{args.checkpoint} has {len(trained.classes)} classes, but the images have {len(images.classes)}",
-            "pass images of the data set that it was trained on",
+            f"{args.checkpoint} does not name its classes, so that folders cannot be matched with them",
+            "add --data with the validation set, whose classes are taken to be the model's in the same order",
         )
-    else:
-        warn(f"{args.checkpoint} does not name its classes: they are taken to be those of the images, in the same order")
+    kept = read_classes(args.classes, classes, shown) if args.classes else None
+    with console.stage("listing the images"):
+        sets = [open_set(name, place, args.split, classes, val, kept) for name, place in places.items()]
 
     try:
         with console.stage(f"building {config.model.name}"):
@@ -86,61 +115,70 @@ def run(args: argparse.Namespace) -> None:
             f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}",
             "leave out each --switch that adds, removes or reshapes parameters",
         ) from None
-    with console.stage("opening the loader"):
-        session = open_session(model, config.train.precision, args)
-        world, precision = session.world, session.precision
-        loader = evaluation_loader(images, config, world)
-    dtype = prediction_dtype(min(5, len(images.classes)), labelled=True)
-    with RankRows(args.predictions, dtype, loader.batches, world) if args.predictions else nullcontext() as rows:
-        result = evaluate(session.run(model), loader, world, consumer=collect_evaluated(rows) if rows else None)
-        assert result is not None  # nothing gives the pass up
-        loader.close()
-        if "nonfinite" in result:
-            raise UserError(
-                f"{args.checkpoint} gives scores that are not finite for {result['nonfinite']} of {result['count']} images in {precision.name}, "
-                f"so it has no accuracy",
-                f"{'' if precision.name == 'fp32' else 'try --precision fp32, or '}take a checkpoint of an earlier --step",
-            )
-        if rows:
-            names = Names(images.key, images.classes, trained.shown if trained.named else images.class_names)
-            with console.stage(f"writing {args.predictions}"):
-                rows.publish(lambda merged: write_rows(args.predictions, merged, names, labelled=True))
-    if world.is_main:
+    session = open_session(model, config.train.precision, args)
+    world, precision = session.world, session.precision
+    rows_of_sets = []
+    for each in sets:
+        images = each.images
+        with console.stage("opening the loader"):
+            loader = evaluation_loader(images, config, world)
+        dtype = prediction_dtype(min(5, len(images.classes)), labelled=True)
+        with RankRows(args.predictions, dtype, loader.batches, world) if args.predictions else nullcontext() as rows:
+            consumer = collect_evaluated(rows) if rows else None
+            result = evaluate(session.run(each.scores(model, world.device)), loader, world, consumer=consumer, truth=each.truth)
+            assert result is not None  # nothing gives the pass up
+            loader.close()
+            if "nonfinite" in result:
+                raise UserError(
+                    f"{args.checkpoint} gives scores that are not finite for {result['nonfinite']} of {result['count']} images in "
+                    f"{precision.name}, so it has no accuracy",
+                    f"{'' if precision.name == 'fp32' else 'try --precision fp32, or '}take a checkpoint of an earlier --step",
+                )
+            if rows:
+                names = Names(images.key, images.classes, [shown[output] for output in each.outputs])
+                with console.stage(f"writing {args.predictions}"):
+                    rows.publish(partial(write_rows, args.predictions, names=names, labelled=True))
+        if each.truth is not None:  # several labels have no cross entropy, and no class of their own
+            result |= dict.fromkeys(("loss", "class_correct", "class_count"))
         row = {
             "model": config.model.name,
             "checkpoint": str(args.checkpoint),
             "step": trained.step,
+            "set": each.title,
             "data": str(images.folder),
             "split": images.split,
             "weights": trained.kind,
             "precision": precision.name,
             "switches": config.model.switches,
+            "classes": len(images.classes),
             **result,
             "left_out": len(images) - result["count"],
         }
-        print(fitted(table(row, precision.reason), sys.stdout))
+        rows_of_sets.append(row)
+    if world.is_main:
+        print(fitted(table(rows_of_sets, precision.reason), sys.stdout))
         if args.json:
-            args.json.write_text(json.dumps(row, indent=1) + "\n")
+            args.json.write_text(json.dumps(rows_of_sets if args.set else rows_of_sets[0], indent=1) + "\n")
     disconnect()
 
 
-def table(row: dict, why_precision: str) -> str:
-    """The result as text: model and data, then the figures."""
-    switches = ", ".join(f"{name}={value}" for name, value in row["switches"].items())
-    left_out = f", {row['left_out']} left out" if row["left_out"] else ""
-    split = f" ({row['split']})" if row["split"] else ""  # a plain folder has no split
-    top1 = paint(f"{row['top1']:6.2f} %", "green", sys.stdout)
-    top5 = {"top-5": f"{row['top5']:6.2f} %   {row['correct5']:,} right"} if tells_top5(len(row["class_count"])) else {}
+def table(rows: list[dict], why_precision: str) -> str:
+    """The results as text: model, then the figures of each set."""
+    first = rows[0]
+    switches = ", ".join(f"{name}={value}" for name, value in first["switches"].items())
     lines = {
-        "model": row["model"] + (f" ({switches})" if switches else ""),
-        "weights": f"{row['weights']}, step {row['step']} of {row['checkpoint']}",
-        "precision": f"{row['precision']}, {why_precision}",
-        "images": f"{row['count']:,} of {row['data']}{split}{left_out}",
-        "top-1": f"{top1}   {row['correct1']:,} right",
-        **top5,
-        "loss": f"{row['loss']:8.4f}",
+        "model": first["model"] + (f" ({switches})" if switches else ""),
+        "weights": f"{first['weights']}, step {first['step']} of {first['checkpoint']}",
+        "precision": f"{first['precision']}, {why_precision}",
     }
-    return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
+    text = [*(f"{name:<11}{value}" for name, value in lines.items()), "    top-1     top-5      loss   images"]
+    for row in rows:
+        top1 = paint(f"{row['top1']:7.2f} %", "green", sys.stdout)
+        top5 = f"{row['top5']:7.2f} %" if tells_top5(row["classes"]) else " " * 9
+        loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
+        left_out = f", {row['left_out']} left out" if row["left_out"] else ""
+        text.append(f"{top1} {top5} {loss:>9} {row['count']:>8,} of {row['set']}{left_out}")
+    return "\n".join(text)
 
 
 command = partial(run_command, main, resumes=False)

@@ -27,9 +27,9 @@ def test_a_command_is_accepted(command: Command) -> None:
     ("text", "said"),
     [
         ("python -m pipeline.nothing", "not a command of the package"),
-        ("pervit evaluate --chekpoint runs/x --data d", "--checkpoint"),
+        ("pervit evaluate --chekpoint runs/x --data d", "--chekpoint"),
         ("pervit-shard --from images --output data", "--source"),
-        ("pervit evaluate --chekpoint runs/x --data d", "--checkpoint"),
+        ("pervit evaluate --data d", "--checkpoint"),
         ("pervit trian --config demo", "no command 'trian'"),
         ("pervit train --config pervit_z", "did you mean"),
         ("pervit train --config pervit_t train.epoch=1", "unknown key 'train.epoch'"),

@@ -13,40 +13,14 @@ from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.errors import UserError
 from pipeline.inference.evaluation import check_same_classes, evaluation_loader
+from pipeline.inference.sets import ChosenImages
 from pipeline.shards.image_folder import ImageFolder, open_split
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import Place
 from pipeline.stream.order import sample_at
 from pipeline.stream.philox import Stream
-from pipeline.stream.samples import DamagedSample, Samples
 
 _log = logging.getLogger(__name__)
-
-
-class ChosenImages(Samples):
-    """Some samples of a split, by their numbers (n,) int64, as a split of its own."""
-
-    def __init__(self, split: ShardSet | ImageFolder, indices: np.ndarray) -> None:
-        self.folder, self.classes, self.class_names = split.folder, split.classes, split.class_names
-        self.samples, self._split, self._indices = self, split, indices
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        """(B,) of ``SAMPLE_DTYPE``."""
-        return self._split.samples[self._indices[indices]]
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def key(self, index: int) -> str:
-        return self._split.key(int(self._indices[index]))
-
-    def damaged(self, index: int, reason: str) -> DamagedSample:
-        return DamagedSample(int(index), str(self._split.damaged(int(self._indices[index]), reason)))
-
-    def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
-        images = self._split.read_batch(self._indices[indices].tolist())
-        renumbered = zip(indices, images)  # a damaged sample has its number here
-        return [DamagedSample(index, str(image)) if isinstance(image, DamagedSample) else image for index, image in renumbered]
 
 
 def open_images(data: Place, split: str, classes: Sequence[str], checkpoint: str) -> ShardSet | ImageFolder:

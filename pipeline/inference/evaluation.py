@@ -50,6 +50,7 @@ def evaluate(
     world: World,
     stop: Callable[[], bool] | None = None,
     consumer: Consumer | None = None,
+    truth: Tensor | None = None,
 ) -> dict[str, Any] | None:
     """Evaluate one pass over the set. Collective.
 
@@ -59,6 +60,7 @@ def evaluate(
         stop: called before every batch; returns True, on all ranks alike, to abandon the pass.
         consumer: gets each batch of this rank with its logits (B, classes) float32, the best classes (B, 5), and its losses (B,)
             float64. Padding and images that cannot be used are among them: ``batch.valid`` is False.
+        truth: (images, classes) bool on the CPU: all classes that are right for an image, instead of its label alone.
 
     Returns:
         None if it was abandoned, else ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), the integers
@@ -75,10 +77,13 @@ def evaluate(
         scores = forward(batch.images).float()  # (B, classes)
         finite = scores.isfinite().all(dim=1)  # (B,)
         best = scores.topk(min(5, scores.shape[1]), dim=1).indices  # (B, 5)
-        hits = (best == batch.labels[:, None]) & (batch.valid & finite)[:, None]
+        right = best == batch.labels[:, None]  # (B, 5)
+        if truth is not None:
+            right = truth[batch.request.index].to(best.device).gather(1, best)
+        hits = right & (batch.valid & finite)[:, None]
         losses = F.cross_entropy(scores, batch.labels, reduction="none").double().where(batch.valid, 0)
         lost = batch.valid & ~finite
-        totals += torch.stack([hits[:, 0].sum(), hits.sum(), losses.sum(), batch.valid.sum(), lost.sum()])
+        totals += torch.stack([hits[:, 0].sum(), hits.any(1).sum(), losses.sum(), batch.valid.sum(), lost.sum()])
         by_class.index_add_(1, batch.labels, torch.stack([hits[:, 0], batch.valid]).double())
         if consumer:
             consumer(batch, scores, best, losses)

@@ -154,7 +154,7 @@ def predict(
             values = {"top": best, "probability": probability}
         finite = results.isfinite().all(dim=1).cpu().numpy()
         position = batch.request.position  # not .index, which of an image that did not decode is its substitute's
-        table = _table(rows, index=position, valid=position < len(images), label=batch.labels, **values)
+        table = table_of(rows, index=position, valid=position < len(images), label=batch.labels, **values)
         errors = {}
         for place, index in enumerate(table["index"].tolist()):
             if table["valid"][place]:
@@ -172,12 +172,12 @@ def collect_evaluated(rows: RankRows) -> Consumer:
         probabilities = scores.softmax(dim=1)  # (B, classes)
         own = probabilities.gather(1, batch.labels[:, None])[:, 0]  # (B,)
         told = {"index": batch.request.index, "valid": batch.valid, "label": batch.labels, "loss": losses}
-        rows.add(_table(rows, top=best, probability=probabilities.gather(1, best), label_probability=own, **told))
+        rows.add(table_of(rows, top=best, probability=probabilities.gather(1, best), label_probability=own, **told))
 
     return consume
 
 
-def _table(rows: RankRows, **columns: Any) -> np.ndarray:
+def table_of(rows: RankRows, **columns: Any) -> np.ndarray:
     """(B,) of the rows' dtype, of tensors and arrays by column."""
     table = np.zeros(len(columns["index"]), rows.dtype)
     for name, values in columns.items():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeline.inference.trained import Trained
     from pipeline.step.precision import Precision
 
-SOURCES = "a run folder, one of its checkpoints, an exported file, a folder in timm's layout, or an authors' file"
+SOURCES = "a run folder, one of its checkpoints, an exported file (.safetensors, .onnx), a folder in timm's layout, or an authors' file"
 _WEIGHTS = "default: ema if the run kept an average, else model; for --step best, those that scored best; a file has one"
 
 
@@ -82,10 +82,13 @@ class Session:
 def open_session(model: nn.Module, trained_in: str, args: argparse.Namespace) -> Session:
     """Join the other ranks and move the model, ``trained_in`` a precision, to this one's device. Collective."""
     from pipeline.cluster.rendezvous import init_world
+    from pipeline.inference.onnx_file import OnnxModel
     from pipeline.loader.loader import decoding_device
-    from pipeline.step.precision import choose_evaluation_precision
+    from pipeline.step.precision import Precision, choose_evaluation_precision
 
     world = init_world()
     decoding_device(args.decode, world.device, "--decode")
     model.to(world.device)
+    if isinstance(model, OnnxModel):
+        return Session(world, Precision(model.exported_precision, "as exported"))
     return Session(world, choose_evaluation_precision(trained_in, args.precision, world))

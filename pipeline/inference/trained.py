@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.augment.crop import eval_geometry
 from pipeline.checkpoint.folder import check_source
 from pipeline.checkpoint.weights import describe, read_weights
 from pipeline.config import Config, config_from_dict, load_config, shipped_recipes
 from pipeline.errors import UserError
+from pipeline.inference.onnx_file import OnnxModel
 from pipeline.loader.cpu_transform import Normalization, resize_and_crop
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
@@ -43,6 +44,7 @@ class Trained:
     named: bool = True  # False: nobody says what the classes are, and their names are their numbers
     assumed: str = ""  # a sentence for the log on what a file does not say
     class_names: list[str] | None = None  # what to call the classes; None: nobody named them
+    graph: OnnxModel | None = None  # instead of weights
 
     @property
     def shown(self) -> list[str]:
@@ -58,6 +60,10 @@ class Trained:
         """
         asked = self.config.model
         given = asked.arguments if switches is None else switches
+        if self.graph is not None:
+            if given != asked.arguments:
+                raise UserError("the switches of an ONNX file are fixed", "leave out --switch, or pass the run that it is of")
+            return self.graph  # type: ignore[return-value]  # has what evaluations and predictions use
         model = create_model(asked.name, asked.num_classes, asked.image_size, switches=given)
         model.load_state_dict(self.weights)
         return model.eval()
@@ -85,6 +91,9 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
         check_trusted(config.model.name, source)
         state, chosen = saved.state, kind or saved.default
         return Trained(config, state.classes, state.step, chosen, saved.choose(kind), class_names=state.class_names)
+    if source.suffix == ".onnx":
+        graph = OnnxModel(source)
+        return replace(_described(source, graph, graph.description, step, kind), graph=graph)
     if source.suffix in PICKLED:
         return _undescribed(source, read_pickled(source, str(source)), step, kind)
     if source.suffix != SUFFIX:
@@ -99,7 +108,7 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
 
 
 def _described(
-    source: Path, model: VisionModel, found: Description, step: int | str | None, kind: Kind | None, named: bool = True
+    source: Path, model: nn.Module, found: Description, step: int | str | None, kind: Kind | None, named: bool = True
 ) -> Trained:
     for option, asked, has in (("--step", step, found.step), ("--weights", kind, found.weights)):
         if asked not in (None, has):

@@ -221,17 +221,17 @@ register(
     DeiT,
     DeiTSwitches,
     "Training data-efficient image transformers (ICML 2021), Table 1; figures of ConViT (ICML 2021), Table 1",
-    deit_t=(ViTLayout(3, 192), "DeiT Tiny, 3 heads", 6, 1, 72.2),
-    deit_s=(ViTLayout(6, 384), "DeiT Small, 6 heads", 22, 4.3, 79.8),
-    deit_b=(ViTLayout(12, 768), "DeiT Base, 12 heads", 86, 17, 81.8),
+    deit_t=(ViTLayout(3, 192), "DeiT Tiny, 3 heads", 6, 1, 72.2, 1442),
+    deit_s=(ViTLayout(6, 384), "DeiT Small, 6 heads", 22, 4.3, 79.8, 587),
+    deit_b=(ViTLayout(12, 768), "DeiT Base, 12 heads", 86, 17, 81.8, 187),
 )
 register(
     DeiT,
     DeiTSwitches,
     "ConViT (ICML 2021), Table 1",
-    deit_ti_plus=(ViTLayout(4, 256), "DeiT Tiny+, 4 heads", 10, 2, 75.9),
-    deit_s_plus=(ViTLayout(9, 576), "DeiT Small+, 9 heads", 48, 10, 79.0),
-    deit_b_plus=(ViTLayout(16, 1024), "DeiT Base+, 16 heads", 152, 30, 77.5),
+    deit_ti_plus=(ViTLayout(4, 256), "DeiT Tiny+, 4 heads", 10, 2, 75.9, 1036),
+    deit_s_plus=(ViTLayout(9, 576), "DeiT Small+, 9 heads", 48, 10, 79.0, 480),
+    deit_b_plus=(ViTLayout(16, 1024), "DeiT Base+, 16 heads", 152, 30, 77.5, 114),
 )
 register(
     DeiT3,

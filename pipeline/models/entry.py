@@ -33,6 +33,7 @@ class ModelEntry:
         paper_gmacs: 1e9 multiply-accumulates at the paper's image size.
         paper_top1: percent, on the paper's data set.
         image_size, num_classes: that the paper's figures are for.
+        paper_speed: images per second in inference, on the paper's GPU.
     """
 
     name: str
@@ -45,11 +46,12 @@ class ModelEntry:
     paper_top1: float | None = None
     image_size: int = 224
     num_classes: int = 1000
+    paper_speed: float | None = None
 
 
 registered: dict[str, ModelEntry] = {}
 
-Size = tuple[Any, str, float | None, float | None, float | None]
+Size = tuple[Any, ...]  # see register
 
 
 def register(
@@ -62,11 +64,12 @@ def register(
         switches: the family's ablations.
         paper: with the table.
         data: image size and number of classes that the paper's figures are for.
-        sizes: name = (layout, one line for the list of models, the paper's parameters in millions, GMACs and top-1 in percent).
+        sizes: name = (layout, one line for the list of models, the paper's parameters in millions, GMACs, top-1 in percent
+            and, where it has them, images per second).
     """
-    for name, (layout, description, params_m, gmacs, top1) in sizes.items():
+    for name, (layout, description, params_m, gmacs, top1, *speed) in sizes.items():
         build = partial(family, layout)
-        registered[name] = ModelEntry(name, build, description, paper, switches, params_m, gmacs, top1, *data)
+        registered[name] = ModelEntry(name, build, description, paper, switches, params_m, gmacs, top1, *data, *speed)
 
 
 def is_timm(name: str) -> bool:

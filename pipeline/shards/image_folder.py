@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +95,7 @@ class ImageFolder(CheckedImages):
                 f"{self.folder} must have a {MANIFEST} or images, got 0 images in {len(folders)} class folders",
                 f"pass a folder with shards, or one that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG",
             )
-        self._labels = [number[name.partition("/")[0]] for name in self._files]
+        self.labels = np.array([number[name.partition("/")[0]] for name in self._files])  # (n,)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -108,7 +108,10 @@ class ImageFolder(CheckedImages):
         return DamagedSample(int(index), f"{self.folder / self._files[index]} {reason}")
 
     def label(self, index: int) -> int:
-        return self._labels[index]
+        return int(self.labels[index])
+
+    def source_names(self, indices: Sequence[int]) -> Iterator[str]:
+        return map(self.key, indices)
 
     def look(self, index: int) -> StoredImage | DamagedSample:
         try:

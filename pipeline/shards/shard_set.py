@@ -18,6 +18,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -94,6 +96,11 @@ class ShardSet(Samples):
         return {"fingerprint": source["fingerprint"], "samples": len(self), "shard_seed": self.info.seed, **stored, **kept}
 
     @property
+    def labels(self) -> np.ndarray:
+        """(n,) of each image, by class of the set."""
+        return self.samples["label"]
+
+    @property
     def subset(self) -> float:
         """Fraction of the source's images that was written (``--subset``)."""
         return self.info.source.get("subset", 1.0)
@@ -137,30 +144,28 @@ class ShardSet(Samples):
         return self.files.take_counts()
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
-        return self._damaged(index, reason, self._original(index))
+        return self._damaged(index, reason, next(self.source_names([index])))
 
     def _damaged(self, index: int, reason: str, original: str) -> DamagedSample:
         path = self.folder / self._tar(self.samples[index])
         name = f" (it was {original} in the source)" if original else ""
         return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}{name}")
 
-    def _original(self, index: int) -> str:
-        """The image's file name in the source, from its JSON member in the tar; empty if that cannot be read."""
-        sample = self.samples[index]
-        end = int(sample["offset"]) + -(-int(sample["bytes"]) // _BLOCK) * _BLOCK
-        try:
-            after = bytes(self.files.read(self._tar(sample), end, 16 * _BLOCK))  # header and data of .cls, then of .json
-            header, data = after[2 * _BLOCK : 3 * _BLOCK], after[3 * _BLOCK :]
-            if not header.startswith(f"{self.key(index)}.json\0".encode()):
-                return ""
-            original = json.loads(data[: int(header[124:135], 8)])["file"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return ""
-        return original if isinstance(original, str) and original.isprintable() else ""
+    def source_names(self, indices: Sequence[int]) -> Iterator[str]:
+        """The file names that images had in the source, from their JSON members in the tar; "" where that cannot be read."""
+        ends = ((name, begin + -(-size // _BLOCK) * _BLOCK) for name, begin, size in map(self._range, indices))
+        for index, found in zip(indices, self.files.read_many([(name, end, 16 * _BLOCK) for name, end in ends])):
+            original = ""
+            with suppress(ValueError, KeyError, TypeError):  # an OSError has no bytes: a TypeError
+                after = bytes(found)  # type: ignore[arg-type]  # header and data of .cls, then of .json
+                header, data = after[2 * _BLOCK : 3 * _BLOCK], after[3 * _BLOCK :]
+                if header.startswith(f"{self.key(index)}.json\0".encode()):
+                    original = json.loads(data[: int(header[124:135], 8)])["file"]
+            yield original if isinstance(original, str) and original.isprintable() else ""
 
     def _verified(self, index: int, data: bytes | memoryview | OSError) -> np.ndarray | DamagedSample:
         if isinstance(data, OSError):
-            original = "" if self.files.repeats else self._original(index)  # reading that would take as long
+            original = "" if self.files.repeats else next(self.source_names([index]))  # reading that would take as long
             return self._damaged(index, f"cannot be read ({data.strerror})", original)
         if damage := sample_damage(data, self.samples[index]):
             return self.damaged(index, damage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,39 @@ def test_an_onnx_file_is_the_model(subject: Subject, precision: str, tmp_path: P
         expected = subject.model(images)
     difference = (torch.from_numpy(session.run(["scores"], {"images": images.numpy()})[0]) - expected).abs().max()
     assert difference <= TOLERANCE[precision] * expected.abs().max()
+
+
+def test_norms_and_softmax_stay_in_fp32(tmp_path: Path) -> None:
+    """Guards against squares and exponentials of large activations, which are infinite in float16: TensorRT computes a strongly typed
+    graph as it is written. The same file with all in float16 fails here in onnx's own evaluator, which rounds after each operation."""
+    onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
+    from onnx.reference import ReferenceEvaluator
+
+    subject = small("deit")
+    with torch.no_grad():
+        subject.model.get_parameter("position_embedding.weight").mul_(3000)
+    images = torch.randn(2, 3, *[subject.description.image_size] * 2)
+    with torch.inference_mode():
+        expected = subject.model(images)
+    errors = []
+    for kept in (graph._IN_FP32, ()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(graph, "_IN_FP32", kept)
+            patch.setattr(graph, "compare", lambda *_: 0.0)
+            graph.export_onnx(subject, tmp_path / "model.onnx", "fp16")
+        model = onnx.load(tmp_path / "model.onnx")
+        onnx.checker.check_model(model, full_check=True)
+        with np.errstate(all="ignore"):
+            scores = torch.from_numpy(ReferenceEvaluator(model).run(["scores"], {"images": images.numpy()})[0])
+        errors.append(((scores - expected).abs().max() / expected.abs().max()).item())
+        types = {
+            info.name: info.type.tensor_type.elem_type for info in onnx.shape_inference.infer_shapes(model).graph.value_info
+        }
+        norms = [node for node in model.graph.node if node.op_type in ("LayerNormalization", "Softmax")]
+        assert len(norms) > 5 and {types[node.output[0]] == onnx.TensorProto.FLOAT for node in norms} == {bool(kept)}
+    assert errors[0] <= TOLERANCE["fp16"] and not errors[1] <= TOLERANCE["fp16"]
 
 
 class Undecided(nn.Module):

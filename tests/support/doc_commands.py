@@ -52,6 +52,8 @@ NEEDS = {
     **dict.fromkeys(("--nnodes", "WORLD_SIZE=2"), "a second process like it"),
     "accelerate": "itself",
     **dict.fromkeys(("wandb", "mlflow", "trackio"), "a tracker's client, which is not part of `make install`"),
+    **dict.fromkeys(("--set", "--classes"), "ImageNet's other sets, or its classes"),
+    "pervit_t.onnx": "the extra onnx",
     "train.teacher=torchvision:regnet_y_16gf": "its weights",
     "data.size_schedule=[[0, 128], [100, 176], [200, 224]]": "images of 224 pixels",
     **dict.fromkeys(

@@ -250,8 +250,8 @@ register(
     LSAT,
     LSATSwitches,
     f"{_PAPER}, Tables 2 and 4",
-    lsat_t_224=(_TINY, "LSAT Tiny, 224 pixels, 10 shifts", 9.9, 3.1, 76.0),
-    lsat_s_224=(_SMALL, "LSAT Small, 224 pixels, 10 shifts", 22.0, 7.6, 82.2),
+    lsat_t_224=(_TINY, "LSAT Tiny, 224 pixels, 10 shifts", 9.9, 3.1, 76.0, 797.2),
+    lsat_s_224=(_SMALL, "LSAT Small, 224 pixels, 10 shifts", 22.0, 7.6, 82.2, 298.9),
 )
 # The paper's parameter counts at 32 pixels are for other head layouts: see LSATSwitches.kv_heads and heads.
 register(
@@ -259,7 +259,7 @@ register(
     LSATSwitches,
     f"{_PAPER}, Tables 2 and 3 (CIFAR-10)",
     data=(32, 10),
-    lsat_t_32=(_at_32(192, 4, (2, 4, 4, 4)), "LSAT Tiny, 32 pixels, 18 shifts", 10.2, None, 97.0),
-    lsat_s_32=(_at_32(384, 6, (2, 4, 4, 4)), "LSAT Small, 32 pixels, 18 shifts", 36.2, None, 97.64),
-    lsat_b_32=(_at_32(768, 12, (3, 3, 3, 3)), "LSAT Base, 32 pixels, 18 shifts", 115.8, None, 97.75),
+    lsat_t_32=(_at_32(192, 4, (2, 4, 4, 4)), "LSAT Tiny, 32 pixels, 18 shifts", 10.2, None, 97.0, 1700.2),
+    lsat_s_32=(_at_32(384, 6, (2, 4, 4, 4)), "LSAT Small, 32 pixels, 18 shifts", 36.2, None, 97.64, 807.6),
+    lsat_b_32=(_at_32(768, 12, (3, 3, 3, 3)), "LSAT Base, 32 pixels, 18 shifts", 115.8, None, 97.75, 276.8),
 )

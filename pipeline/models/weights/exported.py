@@ -114,7 +114,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
         raise UserError(f"{path} cannot be read ({error})", "export it again") from None
     (size,) = struct.unpack("<Q", data[:8])
     metadata = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
-    return weights, _described(path, metadata[_DESCRIPTION]) if _DESCRIPTION in metadata else None
+    return weights, parse_description(path, metadata[_DESCRIPTION]) if _DESCRIPTION in metadata else None
 
 
 def read_exported(path: Path) -> tuple[VisionModel, Description]:
@@ -151,7 +151,8 @@ def build_described(path: Path, weights: Mapping[str, Tensor], description: Desc
     return model.eval()
 
 
-def _described(path: Path, text: str) -> Description:
+def parse_description(path: Path, text: str) -> Description:
+    """Parse the description in the metadata of an exported file. Raises UserError: it is damaged."""
     try:
         description = _CHECKED.validate_json(text, strict=True)
     except ValidationError as error:
