@@ -39,23 +39,23 @@ class TrainState:
 
 
 class Answer:
-    """Yes or no, which a GPU may know only later.
+    """Whether the step with a gradient norm, (), was taken, which a GPU may know only later.
 
     Attributes:
         late: whether to ask now would wait for the GPU.
     """
 
-    def __init__(self, value: Tensor | bool) -> None:
-        self._value, self._done = value, None
-        self.late = isinstance(value, Tensor) and value.is_cuda
-        if isinstance(value, Tensor) and self.late:
-            self._value = value.to("cpu", non_blocking=True)  # into pinned memory
-            self._done = torch.cuda.current_stream(value.device).record_event()
+    def __init__(self, norm: Tensor | float) -> None:
+        self._norm, self._done = norm, None
+        self.late = isinstance(norm, Tensor) and norm.is_cuda
+        if isinstance(norm, Tensor) and self.late:
+            self._norm = norm.to("cpu", non_blocking=True)  # into pinned memory
+            self._done = torch.cuda.current_stream(norm.device).record_event()
 
     def __bool__(self) -> bool:
         if self._done and not self._done.query():
             self._done.synchronize()
-        return bool(self._value)
+        return bool(was_taken(self._norm))
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ def train_step(
 
     compute = state.captured or partial(compute_step, state)
     losses, grad_norm = compute(micro_batch, before_forward, before_update, count)
-    taken = was_taken(grad_norm)
-    result = StepResult(requests, losses, last[0], grad_norm, Answer(taken))
+    result = StepResult(requests, losses, last[0], grad_norm, Answer(grad_norm))
     record("loss", result.loss)
     record("lr", lr, reduce="max")
     record("grad_norm", grad_norm, reduce="max")

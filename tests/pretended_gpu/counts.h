@@ -24,6 +24,5 @@ void launch_graph(const Graph& graph, const void* stream);
 Stream* stream_of(const void* handle);
 
 // Move bytes that are on the host or on the device. On the device only what has come from the host is moved, and little else: of what
-// kernels should have computed, a single number reads as 0 and a single byte as 1, so that "is it finite" reads as yes; nobody goes by
-// the rest.
+// kernels should have computed, a single number reads as 0, and nobody goes by the rest.
 void move(void* to, const void* from, std::size_t size);

@@ -130,7 +130,7 @@ void move(void* to, const void* from, size_t size) {
     bool known = !device_memory.contains(from) || (last != written.end() && last->first == source && last->second == size);
     if (size > SMALL) known |= last != written.end() && last->first < source + size;  // a part of it: the weights in a flat tensor
     if (!known && size <= A_NUMBER) {
-        std::memset(to, size == 1, size);  // a kernel should have computed it, perhaps where something else has been before
+        std::memset(to, 0, size);  // a kernel should have computed it, perhaps where something else has been before
     } else if (known || size <= SMALL || !device_memory.contains(to)) {
         std::memmove(to, from, size);
     }

@@ -11,8 +11,8 @@ from pipeline.step import train_step
 class LateAnswer(train_step.Answer):
     """An answer that nobody asks for at once."""
 
-    def __init__(self, value: Tensor | bool) -> None:
-        super().__init__(value)
+    def __init__(self, norm: Tensor | float) -> None:
+        super().__init__(norm)
         self.late = True
 
 
