@@ -45,7 +45,9 @@ class _InChunks(torch.autograd.Function):
         chunk = min(batch, _images_at_once(heads, tokens))
         weights = bias.new_empty(batch, heads, tokens, tokens, dtype=dtype)
         out = qkv.new_empty(batch, tokens, heads, head_dim)
-        aligned, lost = _Aligned(chunk, heads, tokens, head_dim, dtype), _without_keys(bias)
+        aligned = _Aligned(chunk, heads, tokens, head_dim, dtype)
+        lost = bias.amax(-1, keepdim=True) == -math.inf  # (heads, N, 1)
+        bias = bias.masked_fill(lost, 0.0)  # not 0 / 0; the result is masked instead, and its gradient
         parts = qkv.view(batch, tokens, 3, heads, head_dim).permute(2, 0, 3, 1, 4)  # (3, B, heads, N, head_dim)
         with torch.autocast("cpu", enabled=False):
             for part, maps, into in zip(parts.split(chunk, 1), weights.split(chunk), out.transpose(1, 2).split(chunk)):
@@ -54,17 +56,16 @@ class _InChunks(torch.autograd.Function):
                 maps = maps.flatten(0, 1)  # (images * heads, N, N), in place from here on
                 torch.baddbmm(maps, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5, out=maps)
                 torch.softmax(maps, -1, out=maps)
-                if lost is not None:
-                    maps.unflatten(0, (-1, heads)).masked_fill_(lost, 0.0)  # not 0 / 0
                 _store(into, torch.bmm(maps, aligned(v)))
-        ctx.save_for_backward(qkv, weights)
+        out.masked_fill_(lost.transpose(0, 1), 0.0)
+        ctx.save_for_backward(qkv, weights, lost)
         ctx.heads, ctx.chunk, ctx.bias_dtype = heads, chunk, bias.dtype
         return out.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        qkv, weights = ctx.saved_tensors
+        qkv, weights, lost = ctx.saved_tensors
         heads, chunk, dtype = ctx.heads, ctx.chunk, weights.dtype
         batch, tokens, packed = qkv.shape
         head_dim = packed // 3 // heads
@@ -74,7 +75,7 @@ class _InChunks(torch.autograd.Function):
         aligned = _Aligned(chunk, heads, tokens, head_dim, dtype)
         unused = weights.new_empty(())  # what baddbmm adds, times 0
         parts, grads = (t.view(layout).permute(2, 0, 3, 1, 4).split(chunk, 1) for t in (qkv, grad_qkv))
-        outs = grad.view(batch, tokens, heads, head_dim).transpose(1, 2).split(chunk)
+        outs = grad.view(batch, tokens, heads, head_dim).transpose(1, 2).masked_fill(lost, 0.0).split(chunk)
         with torch.autocast("cpu", enabled=False):
             for part, (grad_q, grad_k, grad_v), out, maps in zip(parts, grads, outs, weights.split(chunk)):
                 (q, k, v), out = part.to(dtype), out.to(dtype)  # (images, heads, N, head_dim) each
@@ -86,12 +87,6 @@ class _InChunks(torch.autograd.Function):
                 _store(grad_q, torch.baddbmm(unused, grad_maps, aligned(k), beta=0, alpha=scale))
                 _store(grad_k, torch.baddbmm(unused, grad_maps.mT, aligned(q), beta=0, alpha=scale))
         return grad_qkv, grad_bias.to(ctx.bias_dtype), None
-
-
-def _without_keys(bias: Tensor) -> Tensor | None:
-    """Which queries have a bias of -inf for all keys, (heads, N, 1); None: none."""
-    lost = bias.amax(-1, keepdim=True) == -math.inf
-    return lost if lost.any() else None
 
 
 def _store(into: Tensor, values: Tensor) -> None:

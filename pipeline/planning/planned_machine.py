@@ -76,7 +76,6 @@ def forms_of(trace: Trace, model: VisionModel, layout: Layout) -> Iterator[None]
             stack.enter_context(_CudaFunctions(trace))
         else:
             stack.enter_context(patch.object(chunked, "_InChunks", _chunks_of(trace)))
-            stack.enter_context(patch.object(chunked, "_without_keys", lambda bias: None))  # a trace has no values
         yield
 
 

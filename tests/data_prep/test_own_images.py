@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -132,4 +133,4 @@ def test_help_needs_nothing_that_is_slow_to_import(command: str) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.partition("Examples:")[2].count(f"python {command}") == 2
+    assert len(re.findall("\n +(?:pervit [a-z]|python -m data_prep)", result.stdout.partition("Examples:")[2])) >= 2
