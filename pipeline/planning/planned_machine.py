@@ -196,7 +196,7 @@ def _chunks_of(trace: Trace) -> Any:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-            qkv, weights = saved = ctx.saved_tensors  # which may be asked for once
+            qkv, weights, _ = saved = ctx.saved_tensors  # which may be asked for once
             known = SimpleNamespace(saved_tensors=saved, **vars(ctx))
             with trace.recording(False):
                 grad_qkv, grad_bias, _ = computed.backward(known, grad)
