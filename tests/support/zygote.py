@@ -38,12 +38,16 @@ _IMPORTED_LATE = (  # by DeepSpeed and the log when a run starts: six seconds
     "tensorboard.summary.writer.record_writer",
     "torch.utils.tensorboard",
 )
+_WITH_THREADS = ("mlflow", "pyarrow", "wandb")  # DeepSpeed takes along what is installed; some start threads
 _MODULES = (*_IMPORTED_LATE, "pipeline.train", "pipeline.training.loop", "faults.save_in_a_loop")
 
 
 def main() -> None:
+    sys.modules.update(dict.fromkeys(_WITH_THREADS))  # None: as if they were not there
     for name in _MODULES:
         importlib.import_module(name)
+    for name in _WITH_THREADS:
+        del sys.modules[name]
     _count_small_models_once()
     assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1, "a thread would not be there after a fork"
     gc.freeze()  # a collection in a forked process would look at all of these objects, and by that copy their memory
