@@ -71,7 +71,9 @@ def test_its_three_commands_make_a_model_that_is_right(place: Path) -> None:
     assert re.search(rf"top-1 +[\d.]+ % +{right} of 120 right", said[2])
 
 
-def test_timms_weights_of_the_hub_are_a_start(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timms_weights_of_the_hub_are_a_start(
+    place: Path, digits_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against the page's first row: weights that are not found in the hub, are downloaded again, or do not fit; and a traceback
     of an HTTP client on a node without network."""
     pytest.importorskip("huggingface_hub", reason="huggingface_hub (extra `hub`) is not installed")
@@ -83,8 +85,8 @@ def test_timms_weights_of_the_hub_are_a_start(place: Path, tmp_path: Path, monke
     run = [
         "--config",
         "finetune_folder",
-        "data.path=data/photos",
-        "model.num_classes=2",
+        f"data.path={digits_shards}",
+        "model.num_classes=10",
         "model.name=deit_t",
         "output_dir=runs/from_hub",
         *QUICKER,
