@@ -81,7 +81,7 @@ def main() -> None:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-command = partial(run_command, main)
+command = partial(run_command, main, resumes=False)
 
 if __name__ == "__main__":
     command()

@@ -76,7 +76,7 @@ def measure(name: str, batch_size: int | None, image_size: int | None, device: A
     return {**about, "paper": paper, "device": named, "torch": torch.__version__}
 
 
-command = partial(run_command, main)
+command = partial(run_command, main, resumes=False)
 
 if __name__ == "__main__":
     command()

@@ -176,7 +176,8 @@ def active(augment: AugmentConfig, data: DataConfig, image_size: int) -> tuple[A
     """What a config asks for, in order of application. Raises UserError: an imported augmentation is none, or depends on other images."""
     asked_for = [kind.from_config(augment, data, image_size) for kind in _all()]
     asked_for += [_imported(path, settings, image_size) for path, settings in augment.imported.items()]
-    return tuple(sorted(filter(None, asked_for), key=_order))
+    found = [augmentation for augmentation in asked_for if augmentation]
+    return tuple(sorted(found, key=lambda each: (isinstance(each, BatchAugmentation), each.place)))
 
 
 def stream_number(stream: Stream | str) -> int:
@@ -190,12 +191,7 @@ def stream_number(stream: Stream | str) -> int:
 def _all() -> list[type[Augmentation]]:
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)
-    return sorted(_registered, key=_order)
-
-
-def _order(each: Augmentation | type[Augmentation]) -> tuple[bool, int]:
-    kind = each if isinstance(each, type) else type(each)
-    return issubclass(kind, BatchAugmentation), kind.place
+    return list(_registered)
 
 
 def _imported(path: str, settings: dict[str, Any], image_size: int) -> Augmentation:

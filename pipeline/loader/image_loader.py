@@ -42,9 +42,8 @@ class ImageBatch(tuple):
     samples: np.ndarray
     _mix: Callable[[], Tensor]
 
-    def __new__(
-        cls, pair: Iterable[Tensor], **known: Any
-    ) -> ImageBatch:  # of a pair alone where a library moves it to a device
+    def __new__(cls, pair: Iterable[Tensor], **known: Any) -> ImageBatch:
+        # Of a pair alone where a library moves it to a device.
         batch = super().__new__(cls, pair)
         vars(batch).update(known)
         return batch
@@ -86,7 +85,7 @@ class ImageLoader:
         shuffle: False: samples come in the set's order.
         drop_last: leave out what is left of an epoch behind the last batches that are complete on all ranks.
         transform: called with the images of each batch in the thread that iterates; returns what takes their place.
-        labels: of all samples by their number, in place of classes: (samples,) or (samples, k) integers or floats.
+        labels: of all samples by their number, instead of classes: (samples,) or (samples, k) integers or floats.
         sampling: ``"balanced"``: show all classes, or integer ``labels``, equally often; or (samples,) weights of at least 0. An epoch
             stays as long, and shows a sample that is due 2.3 times two or three times.
         mixed_targets: yield ``batch.mixed`` as the labels.

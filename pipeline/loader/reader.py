@@ -47,9 +47,8 @@ class Ahead(Generic[Result]):
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
-        vars(self).pop(
-            "_make", None
-        )  # a method of its owner, which would keep each other and all files open until a collection
+        # A method of its owner: the two would keep each other, and all files open, until a garbage collection.
+        vars(self).pop("_make", None)
 
 
 class BadSamples:

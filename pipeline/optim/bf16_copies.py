@@ -15,7 +15,7 @@ _TRIED = 2  # images of the forward pass that shows which weights are cast: as f
 
 
 class Bf16Copies:
-    """Copies that stand in a model's modules in place of its weights during the micro-batches of a step.
+    """Copies that stand in a model's modules instead of its weights during the micro-batches of a step.
 
     Results are those of autocast, to the bit: it casts a weight once a step, and the copy's gradient is what the backward pass of that
     cast is given. Weights that are also used in float32, such as LayerNorm's, have no copy.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -35,19 +35,19 @@ _WORTHWHILE = 0.05  # of a GPU's memory: for less, no step waits for DeepSpeed
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def zero_stage(config: Config, world_size: int, parameters: int = 0, memory: int | None = None) -> int:
+def zero_stage(config: Config, world_size: int, parameters: Callable[[], int] = int, memory: int | None = None) -> int:
     """The ZeRO stage that a run takes, see :func:`choose_zero_stage`."""
     return choose_zero_stage(config, world_size, parameters, memory)[0]
 
 
-def choose_zero_stage(config: Config, world_size: int, parameters: int, memory: int | None) -> tuple[int, str]:
+def choose_zero_stage(config: Config, world_size: int, parameters: Callable[[], int], memory: int | None) -> tuple[int, str]:
     """The ZeRO stage that a run takes, and why another one than the config's, in half a sentence.
 
     It is 0 for one process, which has nobody to share with: stages 1 to 3 would copy every gradient into a bucket, the gradients into
     a flat shard, and keep the weights twice.
 
     Args:
-        parameters: that learn; for "auto".
+        parameters: counts those that learn; asked only where "auto" depends on it.
         memory: bytes of a GPU; None: the devices are CPUs, which do not wait for launches, and whose memory all processes share.
 
     Raises:
@@ -68,7 +68,7 @@ def choose_zero_stage(config: Config, world_size: int, parameters: int, memory: 
         return 0, f"auto: {config.optim.name} needs whole parameters"
     if memory is None:
         return 1, "auto: the devices are CPUs"
-    saved = _SHARED_BYTES * parameters * (1 - 1 / world_size)
+    saved = _SHARED_BYTES * parameters() * (1 - 1 / world_size)
     compared = f"stage 1 saves {saved / 2**30:.2f} GiB, {saved / memory:.1%} of a GPU's {memory / 2**30:.0f}"
     return (0 if saved < _WORTHWHILE * memory else 1), f"auto: {compared}"
 

@@ -135,7 +135,7 @@ class PlainEngine(Generic[Model]):
 
     @contextmanager
     def computing_weights(self) -> Iterator[None]:
-        """In the block, the micro-batches of a step, bf16 copies of weights stand in the model in place of its parameters."""
+        """In the block, the micro-batches of a step, bf16 copies of weights stand in the model instead of its parameters."""
         self._install()
         try:
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Subject:
     @property
     def stage(self) -> int:
         """Of ZeRO. Raises UserError: the optimizer cannot take it."""
-        parameters = trained_parameters(self.config) if self.config.train.zero_stage == AUTO else 0
+        parameters = partial(trained_parameters, self.config)
         return zero_stage(self.config, self.world_size, parameters, self.gpu.memory if self.gpu else None)
 
     @property

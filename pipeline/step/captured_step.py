@@ -60,10 +60,8 @@ class CapturedStep:
         static = replace(batch, images=images, labels=labels, other_labels=other_labels, weight=weight)
         try:
             self._graph = torch.cuda.CUDAGraph()
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                recording() as recorded,
-            ):  # the stream returns if capturing fails, too
+            # The first of these gives the stream back if capturing fails, too.
+            with torch.cuda.stream(torch.cuda.current_stream()), recording() as recorded:
                 # The loader's threads go on: they allocate memory and wait for events, which "global" would forbid.
                 with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                     (loss,), norm = compute_step(state, lambda: (static, noises[0] if noises else None))

@@ -80,7 +80,7 @@ def settle(config: Config, before: RunState | None, shards: ShardSet | MixedSet,
     decode, form = usable_decoding(decode, shards, world)
     memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else None
     memory = min((found for found in world.gather(memory) if found), default=None)
-    stage, why = choose_zero_stage(config, world.size, trained_parameters(config), memory)
+    stage, why = choose_zero_stage(config, world.size, partial(trained_parameters, config), memory)
     config = config.with_values({"train.precision": precision.name})
     if config.train.zero_stage == AUTO:
         config = config.with_values({"train.zero_stage": stage})

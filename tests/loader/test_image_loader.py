@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import os
-import pickle
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from PIL import Image
 
 from pipeline import ImageLoader
 from pipeline.config import AugmentConfig, DataConfig
@@ -290,32 +287,6 @@ def test_labels_of_ones_own_a_transform_and_mixed_targets(digits_shards: Path) -
         torch.testing.assert_close(number.mixed, (plain.mixed * torch.arange(10)).sum(1) / 2)
         assert (plain.mixed.max(dim=1).values < 1).any() and type(plain)(list(plain)) == plain
     closed(loaders)
-
-
-def test_random_access(digits_shards: Path, copied_shards: Path) -> None:
-    """Guards against another sample's image or label, also in workers of a DataLoader that are started anew."""
-    (loader,) = ranks_of(digits_shards, 1, 48)
-    data, shards = loader.random_access, ShardSet(digits_shards, "train")
-    loader.close()
-    copy = pickle.loads(pickle.dumps(data))
-    assert len(data) == len(copy) == SAMPLES
-    for at in (0, 700, -1):
-        (image, label), (again, _) = data[at], copy[at]
-        index = at % SAMPLES
-        expected = np.asarray(Image.open(io.BytesIO(shards.read(index).tobytes())).convert("RGB"))
-        assert torch.equal(image, again) and np.array_equal(image.permute(1, 2, 0), expected)
-        assert label == shards.samples["label"][index] and type(label) is int
-    with pytest.raises(IndexError):
-        data[SAMPLES]
-    (labelled,) = ranks_of(copied_shards, 1, 48, labels=np.ones((SAMPLES, 2)))
-    with next(copied_shards.glob("train-*0.tar")).open("r+b") as tar:
-        tar.seek(int(shards.samples["offset"][3]))
-        tar.write(b"\0" * 8)
-    with pytest.raises(UserError, match="checksum.*: restore the file"):
-        labelled.random_access[3]
-    assert labelled.random_access[0][1].tolist() == [1, 1]
-    assert 3 not in np.concatenate([batch.samples for batch in labelled]) and set(labelled.bad_samples) == {3}
-    labelled.close()
 
 
 @pytest.mark.parametrize(

@@ -201,12 +201,15 @@ def test_a_gpus_memory_decides_about_stage_one() -> None:
     """Guards against a stage that saves next to nothing and waits for the device, and one that is refused where memory is short."""
     settings = config_from_dict({}, source="the test")
     gib, parameters = 2**30, 44_000_000
-    assert choose_zero_stage(settings, 8, parameters, 80 * gib) == (0, "auto: stage 1 saves 0.29 GiB, 0.4% of a GPU's 80")
-    assert choose_zero_stage(settings, 8, 100 * parameters, 80 * gib)[0] == 1
-    assert choose_zero_stage(settings, 8, parameters, None) == (1, "auto: the devices are CPUs")
-    assert choose_zero_stage(settings, 1, parameters, None) == (0, "")
+    assert choose_zero_stage(settings, 8, lambda: parameters, 80 * gib) == (
+        0,
+        "auto: stage 1 saves 0.29 GiB, 0.4% of a GPU's 80",
+    )
+    assert choose_zero_stage(settings, 8, lambda: 100 * parameters, 80 * gib)[0] == 1
+    assert choose_zero_stage(settings, 8, lambda: parameters, None) == (1, "auto: the devices are CPUs")
+    assert choose_zero_stage(settings, 1, lambda: parameters, None) == (0, "")
     adagrad = config_from_dict({"optim": {"name": "torch.optim:Adagrad"}}, source="the test")
-    assert choose_zero_stage(adagrad, 8, parameters, 1) == (0, "auto: torch.optim:Adagrad needs whole parameters")
+    assert choose_zero_stage(adagrad, 8, lambda: parameters, 1) == (0, "auto: torch.optim:Adagrad needs whole parameters")
 
 
 def test_parts_are_summed_in_one_order(alone: World) -> None:
