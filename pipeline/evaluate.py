@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> None:
     """Run the command. Collective."""
     from pipeline.checkpoint.folder import check_source
     from pipeline.inference.prediction_table import Names, check_file, prediction_dtype, write_rows
+    from pipeline.inference.sets import REAL, parse_sets
     from pipeline.logs import console
     from pipeline.shards.image_folder import check_data, open_split
 
@@ -63,6 +64,12 @@ def run(args: argparse.Namespace) -> None:
         check_writable(args.json)
     if args.predictions:
         check_file("--predictions", args.predictions)
+    places = ({"": args.data} if args.data else {}) | parse_sets(args.set)
+    if not args.data and (REAL in places or not places):
+        needs = " with --set real" if REAL in places else ""
+        raise UserError(f"--data is required{needs}", "add --data with the validation set")
+    if args.predictions and len(places) > 1:
+        raise UserError(f"--predictions is for one set, got {len(places)}", "evaluate that set alone")
     check_source(args.checkpoint, args.step)
     if args.data:
         check_data(args.data)
@@ -73,13 +80,8 @@ def run(args: argparse.Namespace) -> None:
         from pipeline.config.values import parse_switches
         from pipeline.inference.evaluation import check_same_classes, evaluate, evaluation_loader
         from pipeline.inference.prediction import RankRows, collect_evaluated
-        from pipeline.inference.sets import REAL, open_set, parse_sets, read_classes
+        from pipeline.inference.sets import open_set, read_classes
 
-    places = ({"": args.data} if args.data else {}) | parse_sets(args.set)
-    if not args.data and (REAL in places or not places):
-        raise UserError("--data is required, but for sets other than real", "add --data with the validation set")
-    if args.predictions and len(places) > 1:
-        raise UserError(f"--predictions is for one set, got {len(places)}", "evaluate that set alone")
     with console.stage(f"reading {args.checkpoint}"):
         trained, config = read_asked(args)
     given = {**config.model.arguments, **parse_switches(args.switch)}

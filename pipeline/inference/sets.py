@@ -11,16 +11,19 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from pipeline.errors import UserError, first_few, first_line
 from pipeline.shards.image_folder import ImageFolder, open_split
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import Place, parse_place
 from pipeline.stream.samples import DamagedSample, Samples
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 REAL, V2 = "real", "v2"
 SETS = {REAL: ("ReaL", 1000), V2: ("V2", 1000), "a": ("A", 200), "r": ("R", 200), "sketch": ("Sketch", 1000)}  # title, classes
@@ -71,6 +74,8 @@ class EvalSet:
 
     def scores(self, model: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
         """The model's scores of the classes that count: (B, 3, H, W) -> (B, K)."""
+        import torch
+
         outputs = torch.from_numpy(self.outputs).to(device)
         return (lambda images: model(images)[:, outputs]) if isinstance(self.images, ChosenImages) else model
 
@@ -155,6 +160,8 @@ def _real_labels(file: Path, images: ShardSet | ImageFolder, order: Sequence[int
         raise UserError(
             f"{problem} (first {images.key(found.index(None))})", "pass the validation set with these names, or shards of it"
         )
+    import torch
+
     truth = torch.zeros(len(images), len(order), dtype=torch.bool)
     try:
         lists = json.loads(file.read_bytes())

@@ -156,7 +156,7 @@ def test_some_classes_by_name(sets: Published) -> None:
     ("words", "sentence"),
     [
         ("--data {}/val --set b={}/a", "--set must be NAME=PLACE, each name once, of real, v2, a, r, sketch, got 'b="),
-        ("--set real={}/real.json", "--data is required, but for sets other than real"),
+        ("--set real={}/real.json", "--data is required with --set real: add --data with the validation set"),
         ("--set a={}/val", "must have the 200 classes of a, got 1000: pass all class folders"),
         ("--set sketch={}/v2", "must be the model's (n01000000, n01008000, n01016000, ...), got 1000 others (0, 1, 10, ...)"),
         ("--set a={}/a --classes n01000000", "--classes must name classes of a too, got none of its 200"),
