@@ -54,6 +54,23 @@ def test_every_kind_of_image_ends_as_a_jpeg_with_the_same_pixels(kind: str, mode
     assert np.abs(np.asarray(decoded.convert("L"), dtype=int) - expected).mean() < 5
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_pixels_of_unknown_range_are_rejected(kind: type, keep: bool) -> None:
+    """Guards against floats in [0, 1] that are stored as a black picture, and 32-bit integers that are cut off."""
+    grey = np.asarray(picture().convert("L"))
+    image = Image.fromarray((grey / 255 * (1 if kind is np.float32 else 2**31 - 1)).astype(kind))
+    with pytest.raises(Rejected, match="32-bit pixels .* convert it to 8 or 16 bits"):
+        prepare_image(encoded(image, "TIFF"), ImageRules(keep_formats=keep))
+
+
+def test_sixteen_bits_of_a_ppm_are_reduced() -> None:
+    """Guards against the rejection of a format that Pillow opens as 32-bit integers although it has 16 bits."""
+    grey = np.asarray(picture().convert("L"))
+    stored = prepare_image(encoded(Image.fromarray(grey.astype(np.uint16) * 257), "PPM"), ImageRules(keep_formats=False))
+    assert np.abs(np.asarray(Image.open(io.BytesIO(stored.data)), dtype=int) - grey).mean() < 5
+
+
 def test_dali_decodes_whatever_is_stored() -> None:
     """Guards against rules that are right by Pillow and fail in training: DALI's decoders are others."""
     colours = picture()
