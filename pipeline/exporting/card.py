@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import PurePath
 from typing import Any
@@ -31,7 +32,7 @@ def write_card(subject: Subject, facts: Facts, snippet: str, size: int, library:
     its, known = subject.description, subject.training
     front = _FRONT.format(library=library, model=its.model.replace(":", "-")) if library else ""
     parts = [
-        f"# {its.model}" + (f" ({known.run})" if known.run and known.run != its.model else ""),
+        _plain(f"# {its.model}" + (f" ({known.run})" if known.run and known.run != its.model else "")),
         _table(_model_lines(subject)),
         "## Results",
         _results(subject),
@@ -125,7 +126,8 @@ def _recipe(known: Training) -> str:
         if section in known.config
     }
     text = yaml.safe_dump(kept, sort_keys=False, default_flow_style=None, width=110).rstrip()
-    return f"<details><summary>Recipe</summary>\n\n```yaml\n{text}\n```\n\n</details>"
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))  # no value ends it
+    return f"<details><summary>Recipe</summary>\n\n{fence}yaml\n{text}\n{fence}\n\n</details>"
 
 
 def without_folders(config: dict[str, Any]) -> dict[str, Any]:
@@ -156,10 +158,10 @@ def _versions(versions: dict[str, str]) -> str:
 
 
 def _table(lines: Facts) -> str:
-    rows = (f"| {name} | {_cell(text)} |" for name, text in lines.items())
+    rows = (f"| {name} | {_plain(text)} |" for name, text in lines.items())
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _cell(text: str) -> str:
-    """Names come from files: nothing in them may end the cell or the line."""
-    return " ".join(text.replace("|", "\\|").split())
+def _plain(text: str) -> str:
+    """Names come from files: nothing in them may end a cell or the line, or become a link, a picture or HTML."""
+    return " ".join(re.sub(r"[\[\]|]", r"\\\g<0>", text).replace("<", "&lt;").split())

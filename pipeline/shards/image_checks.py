@@ -173,7 +173,8 @@ def _to_gray_or_rgb(image: Image.Image) -> Image.Image:
     """Convert to mode L or RGB: alpha is dropped, as in common image loaders, and 16 bits are reduced to the upper 8."""
     if image.mode == "L":
         return image
-    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):  # of these two, Pillow's "I" has 16 bits
+    # Pillow's mode "I" of a PNG or a PPM has 16 bits.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         raise Rejected(f"has 32-bit pixels (mode {image.mode}), whose range is not known: convert it to 8 or 16 bits")
     if image.mode.startswith("I"):
         return Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))  # (H, W)
