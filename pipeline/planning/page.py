@@ -35,7 +35,9 @@ def text(subject: Subject, memory: Memory, time: Time, passed_over: str | None =
     largest = None
     if subject.config.data.size_schedule:
         side = subject.config.model.image_size
-        largest = f"data.size_schedule is left out: memory and time are those of {side} px throughout, the most that they can be."
+        largest = (
+            f"data.size_schedule is left out: memory and time are those of {side} px throughout, the most that they can be."
+        )
     notes = [f"note: {remark}" for remark in (*memory.remarks, largest, passed_over) if remark]
     pages = [_title(subject, memory), *(_section(*section) for section in {**sections, **time_sections(time)}.items())]
     return "\n\n".join([*pages, *(["\n".join(notes)] if notes else [])])
