@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,14 +43,28 @@ class UserError(ValueError):
     exit_code = USER_ERROR
 
     def __init__(self, problem: str, remedy: str = "") -> None:
-        super().__init__(f"{problem}: {remedy}." if remedy else problem)
-        self.problem = problem
+        self.problem = without_secrets(problem)
+        super().__init__(f"{self.problem}: {remedy}." if remedy else self.problem)
 
 
 class NotConnected(UserError):
     """The ranks did not find each other. Another start may succeed, so the job may be requeued."""
 
     exit_code = RANK_LOST
+
+
+def without_secrets(text: str) -> str:
+    """A text, its URLs without users and passwords."""
+    return re.sub(r"(://)[^/\s]*@", r"\1", text)
+
+
+def check_no_secrets(name: str, text: str) -> None:
+    """Raise a UserError, about ``name``, if a text has a URL with a user or a password."""
+    if without_secrets(text) != text:
+        raise UserError(
+            f"{name} must not hold a user or a password, which configs and logs would keep",
+            "remove them; the repository's docs/remote.md says which variables and files credentials are read from",
+        )
 
 
 def missing_extra(user: str, package: str, extra: str, otherwise: str = "", error: Exception | None = None) -> UserError:

@@ -23,7 +23,7 @@ def class_of(label: object) -> str:
     if not _NUMBER.fullmatch(text) or text.isdigit() and len(text) < len(str(_BEYOND)):
         return text
     number = float("nan" if text[0] == "<" else text)
-    return str(int(number)) if 0 <= number < _BEYOND and number.is_integer() else NoClass(text)
+    return str(int(number)) if 0 <= number < _BEYOND and number.is_integer() else NoClass(f"{text:.40}")
 
 
 def without_class(where: object, found: Sequence[str], skip: bool) -> str:

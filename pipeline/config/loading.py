@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -17,7 +17,7 @@ from pipeline.config.problems import Layer, complaint, describe, unknown_key
 from pipeline.config.sections import Config, section_fields
 from pipeline.config.tables import PaperRow, find_row, row_names, shipped_recipes
 from pipeline.config.values import Section, parse_value, shown
-from pipeline.errors import UserError
+from pipeline.errors import UserError, check_no_secrets
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -115,10 +115,22 @@ def load_recipe(path: str | Path) -> Recipe | None:
 
 
 def _validate(root: type[AnySection], layers: list[Layer]) -> AnySection:
+    for layer in layers:
+        for text in _texts(layer.tree):
+            check_no_secrets(layer.label, text)
     try:
         return root.model_validate(reduce(_merge, [layer.tree for layer in layers], {}))
     except ValidationError as error:
         raise UserError(describe(error, layers, root)) from None
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """The strings of a tree, keys and values."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for part in tree.items() if isinstance(tree, dict) else tree:
+            yield from _texts(part)
 
 
 def section_from_dict(section: type[AnySection], values: Mapping[str, Any], key: str) -> AnySection:

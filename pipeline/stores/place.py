@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, check_no_secrets, without_secrets
 
 SCHEMES = ("s3", "gs", "az", "https")
 _ALLOWED = "a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH"
@@ -34,7 +34,7 @@ class RemotePath:
         shown = _without_secrets(url)
         try:
             parts = urlsplit(url)
-            host, secret = parts.hostname, parts.password is not None or parts.username is not None
+            host = parts.hostname
         except ValueError as error:
             raise UserError(f"{shown} is not a URL ({error}): it must be {_ALLOWED}", "correct it") from None
         self.scheme = parts.scheme.lower()
@@ -42,11 +42,7 @@ class RemotePath:
             raise UserError(f"{shown} must be {_ALLOWED}, got the scheme {self.scheme!r}", "correct it, or mount the store")
         if not host:
             raise UserError(f"{shown} must name a {'host' if 'http' in self.scheme else 'bucket'}: {_ALLOWED}", "add it")
-        if secret:
-            raise UserError(
-                f"{shown} must not hold a user or a password, which configs and logs would keep",
-                "remove them; the repository's docs/remote.md says which variables and files credentials are read from",
-            )
+        check_no_secrets(shown, url)
         if parts.query or parts.fragment:
             raise UserError(
                 f"{shown} must not have a query (?...) or a fragment (#...), which could be a signature and names no folder",
@@ -103,4 +99,4 @@ def place_argument(text: str) -> Place:
 def _without_secrets(url: str) -> str:
     """A URL for a message: no user, password, query or fragment."""
     bare = re.split(r"[?#]", url, maxsplit=1)[0]
-    return re.sub(r"(://)[^/]*@", r"\1", bare)
+    return without_secrets(bare)

@@ -325,3 +325,15 @@ def test_keys_in_a_terminal() -> None:
     assert keys == [key for key in flatten(Config()) if key.startswith(("optim.", "seed"))]
     assert not any("|" in line or "`" in line for line in shown) and max(map(len, shown)) <= 60
     assert shown[shown.index("optim.lr=0.0005") + 1].startswith("    Peak learning rate")
+
+
+@pytest.mark.parametrize("key", ["train.init_from", "data.cache", "output_dir", "train.teacher"])
+def test_a_password_in_a_url_is_refused_and_not_repeated(key: str, tmp_path: Path) -> None:
+    """Guards against a secret that lies in config.yaml, logs and job scripts of every run, or in the sentence that refuses it."""
+    section, _, name = key.rpartition(".")
+    tree = {name: "https://me:SECRET@host/x"}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({section: tree} if section else tree))
+    for file, overrides in ((tmp_path / "mine.yaml", []), ("demo", [f"{key}=https://me:SECRET@host/x"])):
+        with pytest.raises(UserError, match="must not hold a user or a password") as error:
+            load_config(file, overrides)
+        assert "SECRET" not in str(error.value) and "SECRET" not in error.value.problem
