@@ -1,7 +1,7 @@
 """The loader against common alternatives and a lower bound, interleaved in one run on the same images.
 
     python benchmarks/loader.py --images FOLDER [--rounds 5] [--only ours,pillow] [--json FILE]
-        [--timm FOLDER] [--ffcv-python PYTHON] [--parts]
+        [--timm FOLDER] [--peers FOLDER [--install]] [--parts]
 
 FOLDER is a tree <class>/*.JPEG. Every contestant is a separate process (loader_peers.py). A turn is a number of batches;
 between turns a contestant idles with full queues. The order rotates from round to round. The metric is CPU time per image (user
@@ -10,18 +10,21 @@ are ratios of its medians.
 
 ``--parts`` adds the parts of our loader, each measured alone (loader_parts.py).
 
-Contestants that are not installed are skipped and listed. docs/results/loader.md says how to install them.
+Contestants that are not installed are skipped and listed. ``--peers`` names a folder of virtual environments, one for each set of packages
+that go together, and ``--install`` makes those that are missing; FFCV's is described in docs/results/loader.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from loader_data import Form, prepare
@@ -46,12 +49,14 @@ class Contestant:
         peer: its name in loader_peers.py; None: the libjpeg-turbo limit.
         form: how the images that it reads are stored.
         what: a description for the table.
+        environment: the virtual environment, in the folder ``--peers``, that has its packages.
     """
 
     name: str
     peer: str | None
     form: Form
     what: str
+    environment: str | None = None
 
     @property
     def reference(self) -> str:
@@ -69,16 +74,32 @@ CONTESTANTS = [
     Contestant("ours", "ours", Form.ORIGINALS, "this loader, bicubic"),
     Contestant("dali_native", "dali_native", Form.ORIGINALS, "DALI readers.webdataset, bicubic"),
     Contestant("dali_native_linear", "dali_native_linear", Form.ORIGINALS, "DALI readers.webdataset, linear"),
+    Contestant("opencv", "opencv", Form.ORIGINALS, "OpenCV in threads, cubic, no antialiasing", "threads"),
+    Contestant("opencv_area", "opencv_area", Form.ORIGINALS, "OpenCV in threads, area", "threads"),
+    Contestant("simplejpeg", "simplejpeg", Form.ORIGINALS, "simplejpeg at reduced size + OpenCV in threads, cubic", "threads"),
+    Contestant("spdl", "spdl", Form.ORIGINALS, "SPDL's pipeline, FFmpeg, bicubic", "threads"),
+    Contestant(
+        "torchvision", "torchvision", Form.ORIGINALS, "torchvision's decoder and v2 + DataLoader, bicubic", "torchvision"
+    ),
+    Contestant("timm", "timm", Form.ORIGINALS, "timm's create_loader, bicubic", "torchvision"),
     Contestant("pillow", "pillow", Form.ORIGINALS, "Pillow + torch DataLoader, bicubic"),
-    Contestant("webdataset", "webdataset", Form.ORIGINALS, "webdataset + Pillow, bicubic"),
+    Contestant("webdataset", "webdataset", Form.ORIGINALS, "webdataset + Pillow, bicubic", "streams"),
+    Contestant("litdata", "litdata", Form.ORIGINALS, "LitData + Pillow, bicubic", "streams"),
+    Contestant("streaming", "streaming", Form.ORIGINALS, "MosaicML streaming + Pillow, bicubic", "torchvision"),
     Contestant("limit_500", None, Form.LONG_SIDE_500, "libjpeg-turbo, long side at most 500 px"),
     Contestant("ours_500", "ours", Form.LONG_SIDE_500, "this loader, long side at most 500 px"),
-    Contestant("ffcv", "ffcv", Form.LONG_SIDE_500, "FFCV JPEG mode, the same JPEGs, area"),
+    Contestant("ffcv", "ffcv", Form.LONG_SIDE_500, "FFCV JPEG mode, the same JPEGs, area", "ffcv"),
     Contestant("limit_256", None, Form.SHORT_SIDE_256, "libjpeg-turbo, short side 256 px"),
     Contestant("ours_256", "ours", Form.SHORT_SIDE_256, "this loader, short side 256 px"),
     Contestant("ours_full", "ours_full", Form.ORIGINALS, "this loader, full recipe"),
     Contestant("pillow_full", "pillow_full", Form.ORIGINALS, "Pillow + DataLoader, full recipe by timm"),
 ]
+
+ENVIRONMENTS = {  # name -> its packages beside PyTorch; what PyTorch's CPU build lacks for torchvision, PyPI's has
+    "threads": "spdl==0.8.0 opencv-python-headless==5.0.0.93 simplejpeg==1.9.0",
+    "streams": "webdataset==1.0.2 litdata==0.2.76",
+    "torchvision": "torchvision==0.28.0 timm==1.0.31 mosaicml-streaming==0.13.0",
+}
 
 GOALS = [
     Goal("crop-flip against the limit", "ours", "limit", 1.45),
@@ -90,6 +111,34 @@ GOALS = [
     Goal("full recipe against Pillow + timm", "ours_full", "pillow_full", 0.6),
     Goal("short side 256 against Pillow on originals", "ours_256", "pillow", 0.3),
 ]
+
+
+def python_of(environment: str | None, peers: Path | None) -> str:
+    """The interpreter of an environment in the folder ``--peers``; this one's where there is none."""
+    python = peers / environment / "bin" / "python" if peers and environment else None
+    return str(python) if python and python.exists() else sys.executable
+
+
+def install(peers: Path) -> None:
+    """Make the environments that are missing in a folder; one that cannot be made is left out with a warning."""
+    for name, packages in ENVIRONMENTS.items():
+        if (peers / name).exists():
+            continue
+        print(f"installing {peers / name}: {packages}", flush=True)
+        made = [sys.executable, "-m", "venv", peers / name]
+        filled = [
+            peers / name / "bin" / "pip",
+            "install",
+            "--quiet",
+            f"torch=={version('torch').partition('+')[0]}",
+            "numpy",
+            "pillow",
+        ]
+        for command in (made, [*filled, *packages.split()]):
+            if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+                print(f"warning: {peers / name} cannot be installed: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+                shutil.rmtree(peers / name, ignore_errors=True)
+                break
 
 
 def start_all(
@@ -108,7 +157,7 @@ def start_all(
             if contestant.peer is None:
                 process = start_limit(settings, log)
             else:
-                python = args.ffcv_python if contestant.peer == "ffcv" else sys.executable
+                python = python_of(contestant.environment, args.peers)
                 process = start_peer(contestant.peer, python, settings, log)
             processes[contestant.name] = process
         except Unavailable as error:
@@ -184,7 +233,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="threads or processes that decode (default: 2)")
     parser.add_argument("--only", help="names of contestants, comma-separated (default: all)")
     parser.add_argument("--timm", type=Path, help="folder that holds the package timm (pip install --no-deps --target)")
-    parser.add_argument("--ffcv-python", default=sys.executable, help="Python of the virtual environment that has FFCV")
+    parser.add_argument("--peers", type=Path, help="folder with the virtual environments of the peers")
+    parser.add_argument("--install", action="store_true", help="make those that are missing there")
     parser.add_argument("--parts", action="store_true", help="also measure the parts of our loader, each alone")
     parser.add_argument("--json", type=Path, help="also write every turn's figures to this file")
     args = parser.parse_args()
@@ -194,6 +244,10 @@ def main() -> None:
     if args.json:
         check_writable(args.json)
     contestants = selected(args.only)
+    if args.install:
+        if not args.peers:
+            raise UserError("--install requires --peers", "add --peers FOLDER")
+        install(args.peers)
 
     with tempfile.TemporaryDirectory(prefix="loader-benchmark-") as folder:
         stored = prepare(args.images, Path(folder), {contestant.form for contestant in contestants}, args.workers)

@@ -21,54 +21,39 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
 from loader_settings import IMAGE_SIZE, Settings, StoredImages, Unavailable
 from torch import Tensor
 
-
-def _ours(settings: Settings, full: bool) -> Iterator[Tensor]:
-    from loader_peers_dali import our_batches
-
-    return our_batches(settings, full)
-
-
-def _pillow(settings: Settings, full: bool) -> Iterator[Tensor]:
-    from loader_peers_pillow import folder_batches
-
-    return folder_batches(settings, full)
-
-
-def _webdataset(settings: Settings) -> Iterator[Tensor]:
-    from loader_peers_pillow import webdataset_batches
-
-    return webdataset_batches(settings)
-
-
-def _dali_native(settings: Settings, cubic: bool) -> Iterator[Tensor]:
-    from loader_peers_dali import native_batches
-
-    return native_batches(settings, cubic)
-
-
-def _ffcv(settings: Settings) -> Iterator[Tensor]:
-    from loader_peers_ffcv import ffcv_batches
-
-    return ffcv_batches(settings)
-
-
-PEERS: dict[str, Callable[[Settings], Iterator[Tensor]]] = {
-    "ours": partial(_ours, full=False),
-    "ours_full": partial(_ours, full=True),
-    "pillow": partial(_pillow, full=False),
-    "pillow_full": partial(_pillow, full=True),
-    "webdataset": _webdataset,
-    "dali_native": partial(_dali_native, cubic=True),
-    "dali_native_linear": partial(_dali_native, cubic=False),
-    "ffcv": _ffcv,
+# name -> the function that makes its batches, imported in the process that needs it, and what is passed besides the settings
+PEERS: dict[str, tuple[str, dict]] = {
+    "ours": ("loader_peers_dali:our_batches", {"full": False}),
+    "ours_full": ("loader_peers_dali:our_batches", {"full": True}),
+    "dali_native": ("loader_peers_dali:native_batches", {"cubic": True}),
+    "dali_native_linear": ("loader_peers_dali:native_batches", {"cubic": False}),
+    "pillow": ("loader_peers_pillow:folder_batches", {"full": False}),
+    "pillow_full": ("loader_peers_pillow:folder_batches", {"full": True}),
+    "webdataset": ("loader_peers_pillow:webdataset_batches", {}),
+    "opencv": ("loader_peers_threads:opencv_batches", {"interpolation": "CUBIC"}),
+    "opencv_area": ("loader_peers_threads:opencv_batches", {"interpolation": "AREA"}),
+    "simplejpeg": ("loader_peers_threads:simplejpeg_batches", {}),
+    "spdl": ("loader_peers_threads:spdl_batches", {}),
+    "torchvision": ("loader_peers_streams:torchvision_batches", {}),
+    "timm": ("loader_peers_streams:timm_batches", {}),
+    "litdata": ("loader_peers_streams:litdata_batches", {}),
+    "streaming": ("loader_peers_streams:streaming_batches", {}),
+    "ffcv": ("loader_peers_ffcv:ffcv_batches", {}),
 }
+
+
+def batches_of(name: str, settings: Settings) -> Iterator[Tensor]:
+    """The batches of a contestant. Raises Unavailable or ImportError: it cannot run here."""
+    place, options = PEERS[name]
+    module, _, function = place.partition(":")
+    return getattr(import_module(module), function)(settings, **options)
 
 
 def check(images: Tensor, batch_size: int) -> None:
@@ -114,7 +99,7 @@ def main() -> None:
     torch.set_num_threads(args.workers)
     settings = Settings(StoredImages(args.folder, args.shards, args.listing), args.workers, args.batch_size, args.timm)
     try:
-        batches = PEERS[args.name](settings)
+        batches = batches_of(args.name, settings)
         check(next(batches), args.batch_size)
     except (Unavailable, ImportError) as error:
         print(f"skipped: {error}", file=answers)

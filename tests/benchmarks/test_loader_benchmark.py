@@ -93,14 +93,14 @@ def test_measures_real_contestants(few_images: Path, tmp_path: Path) -> None:
     """Guards against a benchmark that no longer starts, and against a limit that does less than decoding, or more."""
     report = tmp_path / "report.json"
     options = ["--images", few_images, "--rounds", 1, "--batches", 12, "--workers", 1, "--json", report]
-    result = run_script("benchmarks/loader.py", *options, "--only", "limit,ours,pillow,ffcv", "--ffcv-python", "no-such-python")
+    result = run_script("benchmarks/loader.py", *options, "--only", "limit,ours,pillow,ffcv", "--peers", "no-such-folder")
     rows = {row["name"]: row for row in json.loads(report.read_text())["contestants"]}
     assert list(rows) == ["limit", "ours", "pillow", "ffcv"]
     if rows["limit"]["skipped"] is None:  # libjpeg-turbo's headers are here
         limit, ours, pillow = (rows[name]["cpu_ms"][0] for name in ("limit", "ours", "pillow"))
         assert 0.1 * pillow < limit < min(ours, pillow)
-    assert rows["ffcv"]["skipped"] == "no-such-python is not a Python interpreter"
-    assert "ffcv: skipped: no-such-python is not a Python interpreter" in result.stdout
+    assert rows["ffcv"]["skipped"] == "No module named 'ffcv'"
+    assert "ffcv: skipped: No module named 'ffcv'" in result.stdout
     assert "FFCV's JPEG mode on the same JPEGs: -, must be at most 0.90: not measured" in result.stdout
 
 
