@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.cluster.environment import rank_and_size
+from pipeline.cluster.environment import read_rank, share_of_node
 from pipeline.cluster.world import World
 from pipeline.config import Config, config_from_dict, load_config
 from pipeline.errors import UserError
@@ -131,7 +131,7 @@ class ImageLoader:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+        self._threads = share_of_node(ranks)[1]
         opened = partial(open_training_set, mix=config.data.mix) if split == "train" else partial(ShardSet, split=split)
         self._opened = partial(opened, config.data.path, readers=ranks)
         self._shards: ShardSet | MixedSet | None = (shards := self._opened(cache=cache_of(config.data)))
@@ -287,7 +287,7 @@ def _mixed(own: Tensor, other: Tensor, weight: Tensor, classes: int) -> Tensor:
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size: those given, of torch.distributed, or of the environment."""
     if rank is None and world_size is None:
-        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else rank_and_size()
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else read_rank()
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise UserError(f"rank must be from 0 to world_size - 1, got {rank} of {world_size}", "pass both or neither")
     return rank, world_size
