@@ -23,9 +23,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace a file atomically: write a temporary file beside it, sync it, rename it. If anything fails, the old one stays intact.
 
     The temporary name contains the process id: a process whose parent was killed may briefly live on beside its successor.
-
-    Raises:
-        OSError: from the system, with ``path`` as its ``filename``.
+    Raises OSError: from the system, with ``path`` as its ``filename``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -132,13 +130,8 @@ def lock_bytes(descriptor: int, path: Path, first: int = 0, length: int = 0, wai
     """Lock a byte range of a file open for writing with a POSIX record lock, which network file systems support.
 
     The kernel releases it when the process ends. Beware: closing *any* descriptor of the file releases it too. The range need not
-    exist; a length of 0 extends to infinity.
-
-    Returns:
-        True if this process holds the lock, False if another one does and ``wait`` is false.
-
-    Raises:
-        UserError: the file system does not support these locks.
+    exist; a length of 0 extends to infinity. Returns True if this process holds the lock, False if another one does and
+    ``wait`` is false. Raises UserError: the file system does not support these locks.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, first)
@@ -181,10 +174,8 @@ class GrowingFile:
     """An append-only file of rows that loses none silently.
 
     Rows are buffered until :meth:`flush`, which writes all of them or none: after a partial write, on a full disk, the file is
-    truncated again and the rows are kept for the next attempt.
-
-    Raises:
-        UserError: it cannot be opened, or created in an existing folder.
+    truncated again and the rows are kept for the next attempt. Raises UserError: it cannot be opened, or created in an existing
+    folder.
     """
 
     def __init__(self, path: Path) -> None:

@@ -117,10 +117,8 @@ def mixing_weights(mixing: Mixing, height: int, width: int) -> tuple[np.ndarray,
     """Mixup and CutMix as one interpolation, whose weight depends on the pixel.
 
     The partner's weight at a pixel is the product of that of its row and that of its column: for CutMix 1 inside the box and 0
-    outside, for Mixup the same everywhere.
-
-    Returns:
-        Each image's partner, (B,) int64, and the partner's weight by row, (B, H), and by column, (B, W), float32.
+    outside, for Mixup the same everywhere. Returns each image's partner, (B,) int64, and the partner's weight by row, (B, H),
+    and by column, (B, W), float32.
     """
     top, left, rows, columns = mixing.box[:, :, None].transpose(1, 0, 2)  # (G, 1) each
     y, x = np.arange(height), np.arange(width)

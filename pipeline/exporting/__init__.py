@@ -64,11 +64,7 @@ FORMATS = {form.name: form for form in _ALL}
 
 
 def find_format(name: str) -> Format:
-    """The format of that name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The format of that name. Raises UserError: there is none."""
     if name not in FORMATS:
         close = difflib.get_close_matches(name, FORMATS, n=1)
         remedy = f"did you mean {close[0]}?" if close else "pass one of these"
@@ -95,10 +91,8 @@ class Training:
 
 
 def training_from_json(text: str, source: str) -> Training:
-    """The reverse of :meth:`Training.to_json`; fields of later versions are ignored.
-
-    Raises:
-        UserError: it is damaged; the message names ``source``.
+    """The reverse of :meth:`Training.to_json`; fields of later versions are ignored. Raises UserError: it is damaged; the
+    message names ``source``.
     """
     from pydantic import TypeAdapter, ValidationError
 

@@ -38,10 +38,8 @@ _TRACED_BATCH = 2  # 1 would become a constant
 def trace(subject: Subject) -> ExportedProgram:
     """The model's forward pass: (B, 3, S, S) float32 named ``images`` -> (B, classes), for any B of at least 1.
 
-    PerViT's Φp, ConViT's and PosMLP's maps and the like are computed once, here, and stored as constants.
-
-    Raises:
-        UserError: torch.export cannot trace the model.
+    PerViT's Φp, ConViT's and PosMLP's maps and the like are computed once, here, and stored as constants. Raises UserError:
+    torch.export cannot trace the model.
     """
     images = sample_images(subject.description.image_size, _TRACED_BATCH)
     with refusals_explained(subject, "torch.export"), torch.no_grad():

@@ -66,10 +66,8 @@ class Place:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def publish(self, hidden: Path, card: str) -> None:
-        """Add card and checksums to what is in ``hidden``, sync all of it and rename it. An existing export is replaced.
-
-        Raises:
-            OSError: from the system; an existing export is then as it was, or has no checksum.
+        """Add card and checksums to what is in ``hidden``, sync all of it and rename it. An existing export is replaced. Raises
+        OSError: from the system; an existing export is then as it was, or has no checksum.
         """
         names = sorted(path.relative_to(hidden).as_posix() for path in hidden.rglob("*") if path.is_file())
         sums = "".join(f"{file_sha256(hidden / name)}  {name}\n" for name in names)
@@ -94,10 +92,8 @@ class Place:
 
 
 def find_place(output: Path, form: Format, force: bool) -> Place:
-    """Where an export goes, checked before the work begins.
-
-    Raises:
-        UserError: something is there already, or nothing can be written there.
+    """Where an export goes, checked before the work begins. Raises UserError: something is there already, or nothing can be
+    written there.
     """
     if form.ending and output.suffix == form.ending:
         place = Place(output, output.name, folder=False)
@@ -136,13 +132,8 @@ def _check_is_export(place: Place) -> None:
 
 
 def verify(path: Path) -> list[str]:
-    """Compare an export, its file or folder or the file with the checksums, with these; print each file that is whole.
-
-    Returns:
-        A sentence for each file that is missing or differs.
-
-    Raises:
-        UserError: there is no export, or it has no checksums.
+    """Compare an export, its file or folder or the file with the checksums, with these; print each file that is whole. Returns
+    a sentence for each file that is missing or differs. Raises UserError: there is no export, or it has no checksums.
     """
     sums = path if path.name == SUMS or path.suffix == _SUM else Place(path, None, path.is_dir()).sums
     if not path.exists():
@@ -164,11 +155,7 @@ def verify(path: Path) -> list[str]:
 
 
 def _entries(sums: Path) -> list[tuple[str, str]]:
-    """(checksum, name) of each line.
-
-    Raises:
-        UserError: a line is not such a pair, or its name leads out of the folder.
-    """
+    """(checksum, name) of each line. Raises UserError: a line is not such a pair, or its name leads out of the folder."""
     found = []
     for number, line in enumerate(sums.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         checksum, _, name = line.partition("  ")
@@ -185,10 +172,8 @@ _ENDPOINT = "HF_ENDPOINT"  # of another hub; huggingface_hub reads it when it is
 
 
 def check_hub(repo: str) -> None:
-    """See, before anything is exported, that a push to ``repo``, ``NAME`` or ``OWNER/NAME``, can begin.
-
-    Raises:
-        UserError: ``huggingface_hub`` is not installed, there is no token, or ``repo`` is not a repository's name.
+    """See, before anything is exported, that a push to ``repo``, ``NAME`` or ``OWNER/NAME``, can begin. Raises UserError:
+    ``huggingface_hub`` is not installed, there is no token, or ``repo`` is not a repository's name.
     """
     hub = _imported()
     try:
@@ -205,10 +190,8 @@ def check_hub(repo: str) -> None:
 
 def push(files: Mapping[str, Path], repo: str, message: str, private: bool = False) -> str:
     """Upload files, by their path in the repository, as one commit, so that it never has weights without their card; a ``repo`` that does not
-    exist is created. Returns the commit's address.
-
-    Raises:
-        UserError: as :func:`check_hub`; or the hub refuses, or is not reached. The files here stay as they are.
+    exist is created. Returns the commit's address. Raises UserError: as :func:`check_hub`; or the hub refuses, or is not
+    reached. The files here stay as they are.
     """
     check_hub(repo)
     hub = _imported()

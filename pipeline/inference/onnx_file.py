@@ -17,10 +17,8 @@ _PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
 
 
 class OnnxModel(nn.Module):
-    """The graph of a file, (B, 3, S, S) -> (B, classes) float32 on the images' device.
-
-    Raises:
-        UserError: ONNX Runtime is missing, the file is damaged, or does not describe its model.
+    """The graph of a file, (B, 3, S, S) -> (B, classes) float32 on the images' device. Raises UserError: ONNX Runtime is
+    missing, the file is damaged, or does not describe its model.
     """
 
     def __init__(self, path: Path, providers: tuple[str, ...] = _PROVIDERS) -> None:

@@ -87,10 +87,8 @@ def neighbours_vote(train: Labelled, features: Tensor, classes: int) -> Tensor:
 
 
 def fit_logistic(train: Labelled, classes: int, c: float, begin: Tensor | None = None) -> Tensor:
-    """Multinomial logistic regression with an L2 penalty, as scikit-learn's ``LogisticRegression(C=c)``, by L-BFGS.
-
-    Returns:
-        (D + 1, classes): the weights, and in the last row, which has no penalty, the biases. ``begin`` are those to start from.
+    """Multinomial logistic regression with an L2 penalty, as scikit-learn's ``LogisticRegression(C=c)``, by L-BFGS. Returns
+    (D + 1, classes): the weights, and in the last row, which has no penalty, the biases. ``begin`` are those to start from.
     """
     x, count, rows = F.pad(train.features, (0, 1), value=1.0), len(train), max(1, _PRODUCTS // classes)  # x: (n, D + 1)
     weights = (x.new_zeros(x.shape[1], classes) if begin is None else begin.clone()).requires_grad_()

@@ -100,10 +100,8 @@ def biased_attention(
 
 
 def uses_triton(q: Tensor) -> bool:
-    """Whether attention of queries (..., width) of this device, dtype and width runs the Triton kernels.
-
-    Raises:
-        UserError: see :func:`peripheral_attention`.
+    """Whether attention of queries (..., width) of this device, dtype and width runs the Triton kernels. Raises UserError: see
+    :func:`peripheral_attention`.
     """
     if _ASKED not in (AUTO, TRITON, PLAIN):
         raise UserError(

@@ -121,11 +121,9 @@ class Finisher:
         list(self._pool.map(share, range(self._threads)))
 
     def flip_and_augment(self, pixels: np.ndarray, request: BatchRequest, i: int, interleaved: bool = True) -> np.ndarray:
-        """Flip image i of a batch, (S, S, 3) uint8, and augment it.
-
-        Returns:
-            (S, S, 3) uint8; ``pixels`` or a view of it where no augmentation applies and, if flipped, ``interleaved`` is false, which
-            allows three planes in memory: they are cheaper to make and to normalize.
+        """Flip image i of a batch, (S, S, 3) uint8, and augment it. Returns (S, S, 3) uint8; ``pixels`` or a view of it where
+        no augmentation applies and, if flipped, ``interleaved`` is false, which allows three planes in memory: they are cheaper
+        to make and to normalize.
         """
         flip = bool(request.geometry.flip[i])
         chosen = [augmentation for augmentation in request.of_pixels if augmentation.applies(request, i)]

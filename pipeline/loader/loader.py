@@ -105,11 +105,8 @@ class Loader(Generic[AnyBatches]):
         return self
 
     def __next__(self) -> Batch:
-        """The next batch.
-
-        Raises:
-            UserError: more than ``data.max_bad_samples`` samples cannot be read or decoded. Every further call raises it again,
-                because a batch is missing.
+        """The next batch. Raises UserError: more than ``data.max_bad_samples`` samples cannot be read or decoded. Every further
+        call raises it again, because a batch is missing.
         """
         if self._error:
             raise self._error
@@ -169,10 +166,8 @@ def augmented(images: Tensor, request: BatchRequest, replaced: int = 0, at_once:
 
 
 def decoding_device(decode: str, device: torch.device, name: str = "data.decode") -> str:
-    """Where to decode, "gpu" or "cpu": ``auto`` is the device; :mod:`pipeline.loader.trial` measures instead.
-
-    Raises:
-        UserError: there is no GPU to decode on; ``name`` is the setting's.
+    """Where to decode, "gpu" or "cpu": ``auto`` is the device; :mod:`pipeline.loader.trial` measures instead. Raises UserError:
+    there is no GPU to decode on; ``name`` is the setting's.
     """
     here = CPU if device.type == "cpu" else GPU
     if decode == GPU and here == CPU:

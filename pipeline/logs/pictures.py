@@ -59,13 +59,8 @@ def _labels(batch: Batch, classes: list[str]) -> list[str]:
 def peripheral_maps(model: VisionModel, image_size: int) -> Tensor | None:
     """Φp of every layer and head for the query at the centre, as in Fig. 4 of the PerViT paper.
 
-    Call in eval mode. Collective under ZeRO-3, which gathers the parameters.
-
-    Args:
-        image_size: side of the square input in pixels.
-
-    Returns:
-        (layers, heads, rows, columns) in [0, 1], on the CPU; None for a model without Φp.
+    Call in eval mode. Collective under ZeRO-3, which gathers the parameters. ``image_size``: side of the square input in
+    pixels. Returns (layers, heads, rows, columns) in [0, 1], on the CPU; None for a model without Φp.
     """
     if not model.has_phi:
         return None

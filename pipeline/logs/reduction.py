@@ -53,7 +53,11 @@ class MetricReduction:
         Returns:
             For each step its metrics by name, without those that no rank has recorded in it.
         """
-        self._agree_on_columns(steps)
+        # Learn the names that any rank has recorded for the first time.
+        new = [[name, metric.reduce] for step in steps for name, metric in step.items() if name not in self._columns]
+        if self._world.sum(torch.tensor(float(len(new)), device=self._world.device)):  # rare: gathering objects is slow
+            for part in self._world.gather(new):
+                self._columns.update(part)
         own = torch.zeros(2, len(steps), len(self._columns), dtype=torch.float64)  # values; 1 where there is one
         for number, recorded in enumerate(_fetched(steps, self._world.device)):
             for column, (name, reduction) in enumerate(self._columns.items()):
@@ -73,15 +77,9 @@ class MetricReduction:
             reduced = _reduce(values[:, :, column], known[:, :, column] > 0, reduction).tolist()
             for row, step, count, value in zip(rows, steps, counts.tolist(), reduced, strict=True):
                 if count:
-                    row[name] = int(value) if name in step and _is_whole(step[name]) else value
+                    recorded = step[name].values if name in step and reduction in ("max", "sum") else [value]
+                    row[name] = int(value) if all(type(own) is int for own in recorded) else value
         return rows
-
-    def _agree_on_columns(self, steps: Sequence[Mapping[str, Metric]]) -> None:
-        """Learn the names that any rank has recorded for the first time."""
-        new = [[name, metric.reduce] for step in steps for name, metric in step.items() if name not in self._columns]
-        if self._world.sum(torch.tensor(float(len(new)), device=self._world.device)):  # rare: gathering objects is slow
-            for part in self._world.gather(new):
-                self._columns.update(part)
 
     def _slowest(self, name: str, shares: Tensor) -> dict[str, Any]:
         rank = int(shares.argmax())
@@ -109,10 +107,6 @@ def _reduce(values: Tensor, known: Tensor, reduction: Reduction) -> Tensor:
     return total if reduction == "sum" else total / known.sum(0)
 
 
-def _is_whole(metric: Metric) -> bool:
-    return metric.reduce in ("max", "sum") and all(type(value) is int for value in metric.values)
-
-
 def report_bad_samples(world: World, met: Mapping[int, str], known: dict[int, str]) -> None:
     """Add those that any rank has met, as sample -> message, to those that are known, and warn of the new ones. Collective."""
     for part in world.gather(list(met.items())):  # JSON keys are strings
@@ -124,11 +118,7 @@ def report_bad_samples(world: World, met: Mapping[int, str], known: dict[int, st
 
 
 class StoreReport:
-    """Requests of this start to the store that has the data, over all ranks, which read from the same.
-
-    Args:
-        sets: the run's.
-    """
+    """Requests of this start to the store that has the data, over all ranks, which read from the same. ``sets``: the run's."""
 
     def __init__(self, world: World, sets: Sequence[ShardSet | MixedSet]) -> None:
         self._world, self._sets = world, sets

@@ -159,10 +159,8 @@ class RunLog:
         return {"images_per_second": rate, "mfu": mfu, "memory_gib": memory, "peak_memory_gib": peak_memory}
 
     def evaluation(self, step: int, results: dict[str, dict[str, Any]]) -> None:
-        """Write an evaluation's results by name of the weights (``model``, ``ema``). Collective.
-
-        Raises:
-            UserError: on every rank: a file cannot be written or is gone.
+        """Write an evaluation's results by name of the weights (``model``, ``ema``). Collective. Raises UserError: on every
+        rank: a file cannot be written or is gone.
         """
         where = self._where(step)
         for weights, result in results.items():

@@ -27,10 +27,8 @@ from pipeline.runs import SAMPLES
 
 
 class SampleLog:
-    """This rank's record. Every method raises a ``UserError`` on this rank if its file cannot be written.
-
-    Args:
-        start: the first step of this start, counted from 1.
+    """This rank's record. Every method raises a ``UserError`` on this rank if its file cannot be written. ``start``: the first
+    step of this start, counted from 1.
     """
 
     def __init__(self, run_dir: Path, world: World, start: int) -> None:

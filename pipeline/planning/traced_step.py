@@ -55,13 +55,8 @@ class TracedStep:
 def trace_step(config: Config, layout: Layout) -> TracedStep:
     """Trace one optimizer step, not the first, whose optimizer state is not there yet.
 
-    Of several micro-batches the last is traced, with what the others leave.
-
-    Args:
-        config: with ``train.precision`` and the micro-batch settled.
-
-    Raises:
-        UserError: the model cannot be built, or does not run without values.
+    Of several micro-batches the last is traced, with what the others leave. ``config``: with ``train.precision`` and the
+    micro-batch settled. Raises UserError: the model cannot be built, or does not run without values.
     """
     train, side = config.train, config.model.image_size
     teacher, _ = fake_teacher(config)
@@ -184,10 +179,8 @@ def _phi_labelled(model: VisionModel, trace: Trace) -> Any:
 
 
 def fake_teacher(config: Config) -> tuple[nn.Module | None, str]:
-    """Build the network that teaches (``train.teacher``), in eval mode on PyTorch's meta device.
-
-    Returns:
-        None if there is none, or if it is not at hand; and in the latter case a sentence that says why.
+    """Build the network that teaches (``train.teacher``), in eval mode on PyTorch's meta device. Returns None if there is none,
+    or if it is not at hand; and in the latter case a sentence that says why.
     """
     train, missing = config.train, "the teacher is not in the figures:"
     if not train.teacher:

@@ -111,10 +111,8 @@ class ShardSet(Samples):
         return sample_key(shard, int(index) - self._first_of_shard[shard])
 
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
-        """Each image is verified by its checksum. A failed read is retried once, from the new file if the tar was replaced meanwhile.
-
-        Raises:
-            UserError: the store is away, or the limit on open files is reached.
+        """Each image is verified by its checksum. A failed read is retried once, from the new file if the tar was replaced
+        meanwhile. Raises UserError: the store is away, or the limit on open files is reached.
         """
         ranges = [self._range(index) for index in indices]
         images = []

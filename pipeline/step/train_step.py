@@ -119,13 +119,8 @@ def compute_step(
     before_update: Callable[[], None] | None = None,
     count: int | None = None,
 ) -> tuple[list[Tensor], float | Tensor]:
-    """Compute a step: what of :func:`train_step`, with its arguments, a CUDA graph can hold. Collective.
-
-    Args:
-        micro_batch: gives the next one, and its noise.
-
-    Returns:
-        The losses of its micro-batches, () each, and the gradient norm.
+    """Compute a step: what of :func:`train_step`, with its arguments, a CUDA graph can hold. Collective. ``micro_batch``: gives
+    the next one, and its noise. Returns the losses of its micro-batches, () each, and the gradient norm.
     """
     engine, losses = state.engine, []
     state.batchnorm.begin()
@@ -172,10 +167,8 @@ def forward_backward(
 def sample_noise(model: VisionModel, batch: Batch, seed: int) -> Tensor | None:
     """The uniform numbers that the model may draw for each image (stochastic depth), a function of its place in the stream.
 
-    A model that also draws from PyTorch's generator (timm's dropout) is told what to seed it with.
-
-    Returns:
-        (B, noise_per_sample) float32 on the batch's device, or None when the model draws none.
+    A model that also draws from PyTorch's generator (timm's dropout) is told what to seed it with. Returns
+    (B, noise_per_sample) float32 on the batch's device, or None when the model draws none.
     """
     count = model.noise_per_sample
     if model.draws_from_generator:

@@ -12,8 +12,6 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from tqdm import tqdm
 
@@ -78,7 +76,7 @@ class OneMachine:
         self._through = there = len(self.sweep.runs) - len(waiting)
         say(f"{self.sweep.folder}: {counted(len(self.sweep.runs), 'run')}, {there} finished already; logs in {self.logs}/")
         handlers = {
-            number: signal.signal(number, self._on_signal)
+            number: signal.signal(number, lambda number, _: self._signals.append(number))
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
             if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
         }
@@ -176,9 +174,6 @@ class OneMachine:
 
     def _say(self, run: SweepRun, text: str) -> None:
         say(f"[{run.number}/{len(self.sweep.runs)}] {run.name}: {text}")
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> Any:
-        self._signals.append(number)
 
     def _pass_signals_on(self) -> None:
         """The first signal lets the runs save, the second one ends them."""

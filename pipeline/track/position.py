@@ -58,11 +58,7 @@ class GrowingRows:
         self.row, self.last_step, self.unreadable = 0, -1, 0
 
     def take(self, most: int) -> list[Row]:
-        """The next rows that are whole, at most so many.
-
-        Raises:
-            OSError: the file cannot be read; not if it does not exist.
-        """
+        """The next rows that are whole, at most so many. Raises OSError: the file cannot be read; not if it does not exist."""
         self._look()
         return self._pass(most)
 
@@ -180,11 +176,7 @@ class Position:
         return {value for kind, value in self._entries if kind == PICTURE}
 
     def save(self) -> None:
-        """Write the file.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Write the file. Raises UserError: it cannot be written."""
         state = {"run": str(self._run.resolve()), "identity": self.identity}
         noted = {"segment": asdict(self.segment), "mark": asdict(self.mark), "sent": self._entries}
         try:

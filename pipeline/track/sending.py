@@ -83,10 +83,8 @@ class Sender:
         self.stopping = False  # set by a signal: end when they have arrived
 
     def run(self, once: bool = False) -> None:
-        """Send until the run is finished; with ``once``, what is there now.
-
-        Raises:
-            UserError: the tracker or the position file refuses; with ``once`` also if the tracker was not reached.
+        """Send until the run is finished; with ``once``, what is there now. Raises UserError: the tracker or the position file
+        refuses; with ``once`` also if the tracker was not reached.
         """
         failures, complete = 0, False
         try:

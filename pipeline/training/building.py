@@ -134,10 +134,8 @@ def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable
 
 
 def choose_compilation(train: TrainConfig, world: World) -> str:
-    """Settle ``train.compile`` for this start: "off", "blocks", "model" or "graphs".
-
-    Raises:
-        UserError: ZeRO-3, activation checkpointing or the device rule out what the config asks for.
+    """Settle ``train.compile`` for this start: "off", "blocks", "model" or "graphs". Raises UserError: ZeRO-3, activation
+    checkpointing or the device rule out what the config asks for.
     """
     on_gpu, hooked = world.device.type == "cuda", train.zero_stage == 3 and world.size > 1
     if train.compile in (AUTO, OFF):
@@ -191,13 +189,9 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
 def build(
     settled: Settled, world: World, classes: list[str], verified: Verified | None
 ) -> tuple[TrainState, flops.FlopRow, Tensor | None]:
-    """Build the model of a start's config in its engine, with first weights or those of the checkpoint. Collective.
-
-    Returns:
-        What is trained; the model's cost; and on rank 0 of a new run its peripheral attention before the first step.
-
-    Raises:
-        UserError: weights or a teacher cannot be read or do not fit.
+    """Build the model of a start's config in its engine, with first weights or those of the checkpoint. Collective. Returns
+    what is trained; the model's cost; and on rank 0 of a new run its peripheral attention before the first step. Raises
+    UserError: weights or a teacher cannot be read or do not fit.
     """
     config, fresh = settled.config, verified is None
     say_once(world, f"building {config.model.name}")

@@ -123,7 +123,7 @@ class Compilation:
         waits = [places.index(place) < rank for rank, place in enumerate(places)]  # for another rank to compile the same
         for turn in sorted(set(waits)):
             mine = waits[self._world.rank] == turn and not failures
-            failure = _reason(partial(self._attempt, batch, noise, accumulates)) if mine else None
+            failure = _reason(partial(self._try_out, batch, noise, accumulates)) if mine else None
             failures = failures or [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
             progress()
         if not failures:
@@ -164,10 +164,6 @@ class Compilation:
         if self.kind != OFF:
             drop_compile_cache(self._run_folder, self._world.rank)
 
-    def _attempt(self, batch: Batch, noise: Tensor | None, accumulates: bool) -> None:
-        self._install(accumulates)
-        self._try_out(batch, noise)
-
     def _install(self, accumulates: bool) -> None:
         import torch._dynamo as dynamo
         from torch._inductor import config as inductor
@@ -194,7 +190,7 @@ class Compilation:
             yield self._model.whole()
             return
         for name, module in self._model.named_modules():
-            if _BLOCK.fullmatch(name) and not _has_batchnorm(module):
+            if _BLOCK.fullmatch(name) and not any(isinstance(part, _BatchNorm) for part in module.modules()):
                 yield module, "forward"
         if self._model.has_phi:
             yield self._model, "log_phi"
@@ -219,8 +215,9 @@ class Compilation:
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _try_out(self, batch: Batch, noise: Tensor | None) -> None:
+    def _try_out(self, batch: Batch, noise: Tensor | None, accumulates: bool) -> None:
         """What a step computes up to the gradients. They go nowhere: no hook of DeepSpeed sees them."""
+        self._install(accumulates)
         model, objective = self._model, Objective(self._objective.label_loss)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -253,10 +250,6 @@ def _reason(attempt: Callable[[], None]) -> str | None:
         inner = getattr(error, "inner_exception", None) or error
         return f"{type(inner).__name__}: {first_line(inner)}"[:_LONGEST_REASON]
     return None
-
-
-def _has_batchnorm(module: nn.Module) -> bool:
-    return any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
 def _compiled(function: Callable[..., Any], graphs: bool = False) -> Callable[..., Any]:

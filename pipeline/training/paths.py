@@ -14,10 +14,8 @@ from pipeline.stores.place import parse_place
 
 
 def check_paths(config: Config) -> None:
-    """Check that shards, first weights and teacher are where the config says; what is in a store is left to the start.
-
-    Raises:
-        UserError: one is missing.
+    """Check that shards, first weights and teacher are where the config says; what is in a store is left to the start. Raises
+    UserError: one is missing.
     """
     check_shards(parse_place(config.data.path))
     for path in config.data.mix:

@@ -47,10 +47,8 @@ def position_distances(height: int, width: int, device: torch.device, dtype: tor
     """Euclidean distance from every query to every key, including keys beyond the border.
 
     Coordinates follow the authors' code: ``n`` points on [-1, 1] per axis; the grid of the keys extends by ``border`` steps of
-    the same length on each side, so that the convolutions see true distances instead of zero padding.
-
-    Returns:
-        (N, 1, height + 2 * border, width + 2 * border) with N = height * width queries in row-major order.
+    the same length on each side, so that the convolutions see true distances instead of zero padding. Returns
+    (N, 1, height + 2 * border, width + 2 * border) with N = height * width queries in row-major order.
     """
 
     def axis(n: int) -> tuple[Tensor, Tensor]:

@@ -82,13 +82,8 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 class WrappedClassifier(VisionModel):
-    """The classifier ``net``, whose modules of stochastic depth are exchanged for :class:`~StreamDropPath`.
-
-    Args:
-        heads: names of its classifiers' modules.
-
-    Raises:
-        UserError: the network has no activation checkpointing.
+    """The classifier ``net``, whose modules of stochastic depth are exchanged for :class:`~StreamDropPath`. ``heads``: names of
+    its classifiers' modules. Raises UserError: the network has no activation checkpointing.
     """
 
     library = "its code"
@@ -217,10 +212,7 @@ class TimmClassifier(WrappedClassifier):
 
     def prepared_weights(self, weights: Mapping[str, Tensor], source: str) -> Mapping[str, Tensor]:
         """Weights under timm's names, the authors' or ours (``net.`` before timm's) through timm's own filter, which renames and resamples
-        what this model needs.
-
-        Raises:
-            UserError: the filter fails on them.
+        what this model needs. Raises UserError: the filter fails on them.
         """
         plain = {name.removeprefix(NET): value for name, value in weights.items()}
         convert = self._checkpoint_filter()

@@ -193,10 +193,8 @@ class FolderConfig(BaseModel):
 
 
 def read_folder_config(folder: Path) -> FolderConfig:
-    """Read and check ``config.json``.
-
-    Raises:
-        UserError: it is missing or damaged, or its class names are not as many as its classes.
+    """Read and check ``config.json``. Raises UserError: it is missing or damaged, or its class names are not as many as its
+    classes.
     """
     path = folder / CONFIG
     try:
@@ -221,10 +219,7 @@ def read_folder_config(folder: Path) -> FolderConfig:
 
 def read_folder_weights(folder: Path, what: str | None = None) -> tuple[dict[str, Tensor], Description | None]:
     """The tensors of a folder's ``model.safetensors``, else of its ``pytorch_model.bin``, timm's order, and this project's description
-    of them if they have one; ``what`` names the folder in messages.
-
-    Raises:
-        UserError: there are none, or they cannot be read.
+    of them if they have one; ``what`` names the folder in messages. Raises UserError: there are none, or they cannot be read.
     """
     if (folder / WEIGHTS).is_file():
         return read_tensors(folder / WEIGHTS)
@@ -234,13 +229,9 @@ def read_folder_weights(folder: Path, what: str | None = None) -> tuple[dict[str
 
 
 def read_timm_folder(folder: Path) -> tuple[VisionModel, Description, bool]:
-    """Build the model of a folder, in eval mode on the CPU.
-
-    Returns:
-        The model; a description of it; whether the folder names its classes, else the description has their numbers.
-
-    Raises:
-        UserError: the folder is damaged, its architecture or preprocessing is none of ours, or its weights do not fit.
+    """Build the model of a folder, in eval mode on the CPU. Returns the model; a description of it; whether the folder names
+    its classes, else the description has their numbers. Raises UserError: the folder is damaged, its architecture or
+    preprocessing is none of ours, or its weights do not fit.
     """
     config, path = read_folder_config(folder), folder / CONFIG
     name, switches, has_our_names = _model_of_timm(config.architecture.partition(".")[0], config.model_args, path)

@@ -57,10 +57,8 @@ class Trial:
 
 
 def import_library(library: str, user: str) -> ModuleType:
-    """timm or torchvision, which ``user``, such as a config key, requires.
-
-    Raises:
-        UserError: it is not installed, or does not load beside this PyTorch.
+    """timm or torchvision, which ``user``, such as a config key, requires. Raises UserError: it is not installed, or does not
+    load beside this PyTorch.
     """
     try:
         return importlib.import_module(library)
@@ -74,10 +72,8 @@ def import_timm() -> ModuleType:
 
 
 def tagged_network(name: str, num_classes: int, key: str) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
-    """A network of timm, whose name may have the tag of its weights, with random weights; and the mean and deviation that it expects.
-
-    Raises:
-        UserError: timm knows no such tag; ``key`` is that of the config which names the network.
+    """A network of timm, whose name may have the tag of its weights, with random weights; and the mean and deviation that it
+    expects. Raises UserError: timm knows no such tag; ``key`` is that of the config which names the network.
     """
     try:
         network = import_timm().create_model(name, pretrained=False, num_classes=num_classes)
@@ -90,10 +86,8 @@ def tagged_network(name: str, num_classes: int, key: str) -> tuple[nn.Module, Se
 def build_network(name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> nn.Module:
     """``timm.create_model`` of ``timm:NAME`` with random weights, on PyTorch's default device.
 
-    ``img_size`` is an argument of architectures that timm calls of fixed size; the others take any. ``switches`` are further ones.
-
-    Raises:
-        UserError: timm cannot build it with these arguments.
+    ``img_size`` is an argument of architectures that timm calls of fixed size; the others take any. ``switches`` are further
+    ones. Raises UserError: timm cannot build it with these arguments.
     """
     for key in switches:
         if key in _RESERVED:
@@ -155,10 +149,8 @@ def try_out(
 ) -> Trial:
     """Make the network once more and give it two blank images, in training and in evaluation mode.
 
-    On the meta device, which computes nothing; on the CPU if the network does not work there. PyTorch's generator is left as it was.
-
-    Raises:
-        UserError: it cannot be built, takes no such images, is not a classifier, or a switch is not the user's to set.
+    On the meta device, which computes nothing; on the CPU if the network does not work there. PyTorch's generator is left as it
+    was. Raises UserError: it cannot be built, takes no such images, is not a classifier, or a switch is not the user's to set.
     """
     return _try_out(make, name, num_classes, image_size, drop_path, json.dumps(dict(switches), sort_keys=True))
 

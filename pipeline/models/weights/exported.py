@@ -86,11 +86,7 @@ def write_exported(path: Path, weights: Mapping[str, Tensor], description: Descr
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file, without its tensors.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+    """The metadata of a safetensors file, without its tensors. Raises UserError: the file is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
@@ -99,10 +95,8 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
-    """Read the tensors of a safetensors file and their description, None if it has none.
-
-    Raises:
-        UserError: the file is missing or damaged, or its description is.
+    """Read the tensors of a safetensors file and their description, None if it has none. Raises UserError: the file is missing
+    or damaged, or its description is.
     """
     try:
         with open(open_regular(path), "rb") as file:
@@ -118,10 +112,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
 
 
 def read_exported(path: Path) -> tuple[VisionModel, Description]:
-    """Build the model of an exported file, under either naming, in eval mode on the CPU.
-
-    Raises:
-        UserError: the file is missing, damaged or not an exported model, or its weights are not finite.
+    """Build the model of an exported file, under either naming, in eval mode on the CPU. Raises UserError: the file is missing,
+    damaged or not an exported model, or its weights are not finite.
     """
     weights, description = read_tensors(path)
     if description is None:
@@ -133,10 +125,8 @@ def read_exported(path: Path) -> tuple[VisionModel, Description]:
 
 
 def build_described(path: Path, weights: Mapping[str, Tensor], description: Description) -> VisionModel:
-    """Build the model of a description with its weights, from ``path``, in eval mode on the CPU.
-
-    Raises:
-        UserError: the weights are not those of such a model, or not finite.
+    """Build the model of a description with its weights, from ``path``, in eval mode on the CPU. Raises UserError: the weights
+    are not those of such a model, or not finite.
     """
     check_finite(weights, source=str(path))
     check_trusted(description.model, path)
@@ -176,10 +166,8 @@ def _create(description: Description) -> VisionModel:
 
 
 def read_pickled(path: Path, what: str) -> dict[str, Tensor]:
-    """Read a state dict of ``torch.save``, at the top level or under ``model`` or ``state_dict``; ``what`` names it in messages.
-
-    Raises:
-        UserError: it cannot be read, names something that could run code, or holds no state dict.
+    """Read a state dict of ``torch.save``, at the top level or under ``model`` or ``state_dict``; ``what`` names it in
+    messages. Raises UserError: it cannot be read, names something that could run code, or holds no state dict.
     """
     try:
         # The papers' checkpoints hold their command line as a Namespace, which keeps what it is given and runs nothing.

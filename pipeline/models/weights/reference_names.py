@@ -108,10 +108,8 @@ def _renamed(name: str, pairs: NamePairs) -> str:
 
 
 def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], problem: str, remedy: str) -> None:
-    """Load a state dict.
-
-    Raises:
-        UserError: its tensors' names or shapes are not the model's: ``problem``, how they differ, and ``remedy``.
+    """Load a state dict. Raises UserError: its tensors' names or shapes are not the model's: ``problem``, how they differ, and
+    ``remedy``.
     """
     own = model.state_dict()
     shapes = [
@@ -132,13 +130,9 @@ def listed_misfits(missing: Sequence[str], unknown: Sequence[str], shapes: Seque
 
 
 def recognise(weights: Mapping[str, Tensor], source: str) -> tuple[str, int, int, Names]:
-    """Find the model, with the switches of its paper, that a state dict under our names or the authors' is of.
-
-    Returns:
-        Its name, number of classes, image size (the paper's where the weights do not depend on it), and whose names these are.
-
-    Raises:
-        UserError: it is of none.
+    """Find the model, with the switches of its paper, that a state dict under our names or the authors' is of. Returns its
+    name, number of classes, image size (the paper's where the weights do not depend on it), and whose names these are. Raises
+    UserError: it is of none.
     """
     heads = [weights[name] for name in _HEADS if name in weights and weights[name].ndim == 2]
     closest: tuple[int, str] | None = None
