@@ -91,18 +91,14 @@ def run(args: argparse.Namespace) -> None:
         if trained.named:
             check_same_classes(val, classes, of=str(args.checkpoint))
         elif len(val.classes) != len(classes):
-            raise UserError(
-                f"{args.checkpoint} has {len(classes)} classes, but the images have {len(val.classes)}",
-                "pass images of the data set that it was trained on",
-            )
+            problem = f"{args.checkpoint} has {len(classes)} classes, but the images have {len(val.classes)}"
+            raise UserError(problem, "pass images of the data set that it was trained on")
         else:
             warn(f"{args.checkpoint} does not name its classes: they are taken to be those of the images, in the same order")
             classes, shown = val.classes, val.class_names
     elif not trained.named:
-        raise UserError(
-            f"{args.checkpoint} does not name its classes, so that folders cannot be matched with them",
-            "add --data with the validation set, whose classes are taken to be the model's in the same order",
-        )
+        remedy = "add --data with the validation set, whose classes are taken to be the model's in the same order"
+        raise UserError(f"{args.checkpoint} does not name its classes, so that folders cannot be matched with them", remedy)
     kept = read_classes(args.classes, classes, shown) if args.classes else None
     with console.stage("listing the images"):
         sets = [open_set(name, place, args.split, classes, val, kept) for name, place in places.items()]
@@ -111,10 +107,8 @@ def run(args: argparse.Namespace) -> None:
         with console.stage(f"building {config.model.name}"):
             model = trained.build_model(config.model.switches)
     except RuntimeError:  # PyTorch's list of parameter names would not help
-        raise UserError(
-            f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}",
-            "leave out each --switch that adds, removes or reshapes parameters",
-        ) from None
+        problem = f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}"
+        raise UserError(problem, "leave out each --switch that adds, removes or reshapes parameters") from None
     session = open_session(model, config.train.precision, args)
     world, precision = session.world, session.precision
     rows_of_sets = []

@@ -164,9 +164,8 @@ def write_error(path: Path, error: OSError) -> UserError:
             f"{path} cannot be written: its disk is full ({_free_mb(path)}, {disk_reason(path, error)}): free some space {go_on}."
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-        return UserError(
-            f"{path} cannot be written: it, or its folder, was removed while the run went on", f"restore it {go_on}"
-        )
+        problem = f"{path} cannot be written: it, or its folder, was removed while the run went on"
+        return UserError(problem, f"restore it {go_on}")
     return DiskRefuses(f"{path} cannot be written ({error.strerror}): see to its permissions and its file system {go_on}.")
 
 

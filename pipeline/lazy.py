@@ -47,7 +47,5 @@ def import_named(key: str, name: str, what: str) -> Any:
     try:
         return reduce(getattr, attribute.split("."), import_module(module))
     except (Exception, SystemExit) as error:  # whatever a module of somebody else raises
-        raise UserError(
-            f"{key} must be {what}, got {name} ({type(error).__name__}: {first_line(error)})",
-            "correct it, or put the folder of the module on PYTHONPATH",
-        ) from None
+        problem = f"{key} must be {what}, got {name} ({type(error).__name__}: {first_line(error)})"
+        raise UserError(problem, "correct it, or put the folder of the module on PYTHONPATH") from None

@@ -45,9 +45,8 @@ def subject_of(args: argparse.Namespace) -> Subject:
     overrides = list(args.overrides)
     if args.micro_batch is not None:
         if said := [override for override in overrides if override.startswith("train.micro_batch_size=")]:
-            raise UserError(
-                f"--micro-batch cannot stand beside {said[-1]}, got --micro-batch {args.micro_batch}", "remove one of them"
-            )
+            problem = f"--micro-batch cannot stand beside {said[-1]}, got --micro-batch {args.micro_batch}"
+            raise UserError(problem, "remove one of them")
         overrides.append(f"train.micro_batch_size={args.micro_batch}")
     config = load_config(args.config, overrides)
     check_name(config.model.name)
@@ -118,10 +117,8 @@ def main() -> int:
         check_writable(args.json)
     if args.data:
         if isinstance(args.data, Path) and not args.data.is_dir():
-            raise UserError(
-                f"--data must be a shard set, got {args.data}, which is not a directory",
-                "pass the folder that data_prep.shard_imagenet wrote",
-            )
+            problem = f"--data must be a shard set, got {args.data}, which is not a directory"
+            raise UserError(problem, "pass the folder that data_prep.shard_imagenet wrote")
         check_shards(args.data)
     subject = subject_of(args)
 

@@ -98,9 +98,8 @@ def _ask(name: str, rank: int, timeout: float) -> str:
             if _is_own(asking) and (text := asking.makefile().read()):
                 return text
         time.sleep(0.1)
-    raise NotConnected(
-        f"rank {rank} found no rank 0 on this machine for {timeout:.0f} s", "see in its log why it did not start"
-    )
+    problem = f"rank {rank} found no rank 0 on this machine for {timeout:.0f} s"
+    raise NotConnected(problem, "see in its log why it did not start")
 
 
 def _is_own(connection: socket.socket) -> bool:

@@ -62,10 +62,8 @@ def refusals_explained(subject: Subject, by: str) -> Iterator[None]:
         while isinstance(root.__cause__, Exception):  # torch.onnx wraps the reason in advice
             root = root.__cause__
         reason = re.sub(r"\x1b\[\d*m", "", first_line(root))
-        raise UserError(
-            f"{subject.description.model} cannot be exported by {by} ({reason[:300]})",
-            "export its weights with --format safetensors",
-        ) from None
+        problem = f"{subject.description.model} cannot be exported by {by} ({reason[:300]})"
+        raise UserError(problem, "export its weights with --format safetensors") from None
 
 
 @contextmanager
@@ -230,10 +228,8 @@ def export_onnx(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
         entry.key, entry.value = key, value
     size = model.ByteSize()
     if size > LARGEST:
-        raise UserError(
-            f"an ONNX file must have at most {LARGEST / 1e9:.1f} GB, got {size / 1e9:.1f} for {subject.description.model}",
-            "try --precision fp16, or --format torch-export",
-        )
+        problem = f"an ONNX file must have at most {LARGEST / 1e9:.1f} GB, got {size / 1e9:.1f} for {subject.description.model}"
+        raise UserError(problem, "try --precision fp16, or --format torch-export")
     path.write_bytes(model.SerializeToString())
     difference = compare(subject, OnnxModel(path, ("CPUExecutionProvider",)), precision, f"ONNX Runtime with {path.name}")
     tensors = "float16, but for norms, softmax, input and output" if precision == "fp16" else "float32"

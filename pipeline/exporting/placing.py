@@ -103,10 +103,8 @@ def find_place(output: Path, form: Format, force: bool) -> Place:
         others = {each.ending: each.name for each in FORMATS.values() if each.ending}
         if output.suffix in others:
             needed = f"a {form.ending} file or a folder" if form.ending else "a folder"
-            raise UserError(
-                f"--output must be {needed} for --format {form.name}, got {output}",
-                f"change it, or pass --format {others[output.suffix]}",
-            )
+            problem = f"--output must be {needed} for --format {form.name}, got {output}"
+            raise UserError(problem, f"change it, or pass --format {others[output.suffix]}")
         place = Place(output, f"model{form.ending}" if form.ending else None, folder=True)
         if output.exists() and not output.is_dir():
             raise UserError(f"--output must be a folder, got the file {output}", "choose another")
@@ -125,10 +123,8 @@ def _check_is_export(place: Place) -> None:
     for path in sorted(place.output.rglob("*")):
         name = path.relative_to(place.output).as_posix()
         if not path.is_dir() and name not in known:
-            raise UserError(
-                f"--force must find an export alone in {place.output}, got {name} beside it",
-                "choose another --output, or move the file",
-            )
+            problem = f"--force must find an export alone in {place.output}, got {name} beside it"
+            raise UserError(problem, "choose another --output, or move the file")
 
 
 def verify(path: Path) -> list[str]:
@@ -139,9 +135,8 @@ def verify(path: Path) -> list[str]:
     if not path.exists():
         raise UserError(f"{path} does not exist", "pass the --output of an export")
     if not sums.is_file():
-        raise UserError(
-            f"{path} has no checksum: {sums} does not exist", "export it again, or fetch the file from where you got it"
-        )
+        problem = f"{path} has no checksum: {sums} does not exist"
+        raise UserError(problem, "export it again, or fetch the file from where you got it")
     problems = []
     for expected, name in _entries(sums):
         file = sums.parent / name

@@ -106,10 +106,8 @@ def evaluate(
 def check_classes(config: Config, shards: ShardSet | MixedSet) -> None:
     """Check that the model has as many outputs as the shards have classes."""
     if config.model.num_classes != len(shards.classes):
-        raise UserError(
-            f"model.num_classes is {config.model.num_classes}, but {shards.folder} has {len(shards.classes)} classes",
-            f"set model.num_classes={len(shards.classes)} or data.path to another shard set",
-        )
+        problem = f"model.num_classes is {config.model.num_classes}, but {shards.folder} has {len(shards.classes)} classes"
+        raise UserError(problem, f"set model.num_classes={len(shards.classes)} or data.path to another shard set")
 
 
 def check_same_classes(shards: ShardSet | ImageFolder, classes: list[str], of: str) -> None:

@@ -64,22 +64,16 @@ def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> Iterator
     """
     for argument in arguments:
         if is_remote(argument):
-            raise UserError(
-                f"images must be on this machine, got the URL {parse_place(argument)}",
-                "copy them here; `pervit evaluate --data URL --predictions FILE` reads a shard set in a store",
-            )
+            remedy = "copy them here; `pervit evaluate --data URL --predictions FILE` reads a shard set in a store"
+            raise UserError(f"images must be on this machine, got the URL {parse_place(argument)}", remedy)
         images = iter(_files(lines) if argument == STDIN else _images_of(Path(argument), argument))
         first = next(images, None)
         if first is None and argument == STDIN:
-            raise UserError(
-                "standard input must name at least one image, got none",
-                "pass a name a line; several processes have no input: pass them @FILE, or the images themselves",
-            )
+            remedy = "pass a name a line; several processes have no input: pass them @FILE, or the images themselves"
+            raise UserError("standard input must name at least one image, got none", remedy)
         if first is None:
-            raise UserError(
-                f"{argument} must hold at least one image, got none",
-                f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them",
-            )
+            problem = f"{argument} must hold at least one image, got none"
+            raise UserError(problem, f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them")
         yield first
         yield from images
 
@@ -90,10 +84,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
     named = (name for name in arguments if name != STDIN and not name.startswith(LIST) and not glob.has_magic(name))
     missing = [name for name in named if not is_remote(name) and not os.path.lexists(name)]
     if len(missing) == len(arguments):
-        raise UserError(
-            f"no image is there: {first_few(missing)} {'does' if len(missing) == 1 else 'do'} not exist",
-            f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them",
-        )
+        problem = f"no image is there: {first_few(missing)} {'does' if len(missing) == 1 else 'do'} not exist"
+        raise UserError(problem, f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them")
 
 
 def read_list(stream: BinaryIO) -> Iterator[str]:
@@ -144,9 +136,8 @@ def _members_of_tar(path: Path) -> Iterator[Found]:
                 if member.isfile() and _is_image(member.name):
                     yield f"{path}/{member.name}", str(path), member.offset_data, member.size
     except tarfile.TarError as error:
-        raise UserError(
-            f"{path} is not a complete tar ({error})", "a compressed one must be unpacked first; else copy it again"
-        ) from None
+        problem = f"{path} is not a complete tar ({error})"
+        raise UserError(problem, "a compressed one must be unpacked first; else copy it again") from None
 
 
 def _is_image(name: str) -> bool:

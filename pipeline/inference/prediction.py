@@ -124,10 +124,8 @@ class RankRows:
         return self._path.with_name(f".{self._path.name}.{self._token}-{kind}-{rank:05d}.tmp")
 
     def _refusal(self, error: OSError) -> UserError:
-        return UserError(
-            f"{error.filename or self._path} cannot be written or read ({disk_reason(self._path, error)})",
-            "pass a file in a folder that all processes share and can write, with enough space",
-        )
+        problem = f"{error.filename or self._path} cannot be written or read ({disk_reason(self._path, error)})"
+        return UserError(problem, "pass a file in a folder that all processes share and can write, with enough space")
 
 
 def _next_error(file: BinaryIO) -> tuple[int, str]:

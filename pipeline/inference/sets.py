@@ -94,9 +94,8 @@ def read_classes(asked: str, classes: Sequence[str], shown: Sequence[str]) -> np
     names = Path(asked).read_text().splitlines() if Path(asked).is_file() else asked.split(",")
     number = {name: output for known in (shown, classes) for output, name in enumerate(known)}
     if unknown := [name for name in names if name.strip() not in number]:
-        raise UserError(
-            f"--classes must be classes of the model ({first_few(classes)}), got {first_few(unknown)}", "correct them"
-        )
+        problem = f"--classes must be classes of the model ({first_few(classes)}), got {first_few(unknown)}"
+        raise UserError(problem, "correct them")
     return np.array([number[name.strip()] for name in names])
 
 
@@ -146,9 +145,8 @@ def _real_labels(file: Path, images: ShardSet | ImageFolder, order: Sequence[int
     found = [_NUMBER.search(name) for name in images.source_names(range(len(images)))]
     if None in found:
         problem = f"real needs the published names, ILSVRC2012_val_00000001 and so on, which {found.count(None)} images of {images.folder} lack"
-        raise UserError(
-            f"{problem} (first {images.key(found.index(None))})", "pass the validation set with these names, or shards of it"
-        )
+        remedy = "pass the validation set with these names, or shards of it"
+        raise UserError(f"{problem} (first {images.key(found.index(None))})", remedy)
     truth = torch.zeros(len(images), len(order), dtype=torch.bool)
     try:
         lists = json.loads(file.read_bytes())

@@ -61,10 +61,8 @@ def _model_of_run(config: Config, classes: list[str] | None) -> nn.Module:
         if found != needed:
             raise UserError(f"train.teacher {source} must have model.{key} {needed}, got {found}", "choose another teacher")
     if classes and trained.named and (others := first_difference(trained.classes, classes)):
-        raise UserError(
-            f"train.teacher {source} must have the data set's classes, got {others}",
-            "choose a teacher that was trained on the same classes",
-        )
+        problem = f"train.teacher {source} must have the data set's classes, got {others}"
+        raise UserError(problem, "choose a teacher that was trained on the same classes")
     return trained.build_model()
 
 
@@ -110,10 +108,8 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
     network, mean, std = library_network(config)
     file = Path(train.teacher_weights)
     if not file.is_file():
-        raise UserError(
-            f"train.teacher_weights must be a file with the weights of {train.teacher}, got {file}, which is not a file",
-            "download them; the repository's docs/models.md says from where",
-        )
+        problem = f"train.teacher_weights must be a file with the weights of {train.teacher}, got {file}, which is not a file"
+        raise UserError(problem, "download them; the repository's docs/models.md says from where")
     weights = read_initial_weights(file, key="train.teacher_weights").weights
     check_finite(weights, f"train.teacher_weights {file}")
     load_fitting(
@@ -165,7 +161,5 @@ def _try_out(teacher: LibraryTeacher, config: Config) -> None:
         ) from None
     found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     if found != (1, classes):
-        raise UserError(
-            f"train.teacher must give (1, {classes}) scores for an image, got {found} of {config.train.teacher}",
-            "choose another teacher",
-        )
+        problem = f"train.teacher must give (1, {classes}) scores for an image, got {found} of {config.train.teacher}"
+        raise UserError(problem, "choose another teacher")

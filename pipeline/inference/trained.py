@@ -97,10 +97,8 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
     if source.suffix in PICKLED:
         return _undescribed(source, read_pickled(source, str(source)), step, kind)
     if source.suffix != SUFFIX:
-        raise UserError(
-            f"{source} is neither a run folder nor a {SUFFIX} file nor one of torch.save ({', '.join(PICKLED)})",
-            "pass a run's output_dir, what export wrote, a folder in timm's layout, or the authors' file",
-        )
+        problem = f"{source} is neither a run folder nor a {SUFFIX} file nor one of torch.save ({', '.join(PICKLED)})"
+        raise UserError(problem, "pass a run's output_dir, what export wrote, a folder in timm's layout, or the authors' file")
     weights, description = read_tensors(source)
     if description is None:
         return _undescribed(source, weights, step, kind)

@@ -77,8 +77,8 @@ class MetricReduction:
             reduced = _reduce(values[:, :, column], known[:, :, column] > 0, reduction).tolist()
             for row, step, count, value in zip(rows, steps, counts.tolist(), reduced, strict=True):
                 if count:
-                    recorded = step[name].values if name in step and reduction in ("max", "sum") else [value]
-                    row[name] = int(value) if all(type(own) is int for own in recorded) else value
+                    own_values = step[name].values if name in step and reduction in ("max", "sum") else [value]
+                    row[name] = int(value) if all(type(own) is int for own in own_values) else value
         return rows
 
     def _slowest(self, name: str, shares: Tensor) -> dict[str, Any]:

@@ -68,10 +68,8 @@ def call(name: str, num_classes: int, image_size: int, drop_path: float, options
     try:
         net = build(**given, **options)
     except Exception as error:  # of somebody else's code
-        raise UserError(
-            f"{name} cannot be built with model.options {dict(options)} ({type(error).__name__}: {first_line(error)})",
-            "correct model.options, or the function",
-        ) from None
+        problem = f"{name} cannot be built with model.options {dict(options)} ({type(error).__name__}: {first_line(error)})"
+        raise UserError(problem, "correct model.options, or the function") from None
     if not isinstance(net, nn.Module):
         raise UserError(f"model.name must give a torch.nn.Module, got {type(net).__name__} of {name}", _REMEDY)
     return net

@@ -78,15 +78,11 @@ def _of_shards(config: Config, place: Place) -> Images:
 def _split_of(place: Place, split: str, classes: int | None = None) -> SplitInfo:
     manifest = open_files(place, split).manifest()
     if classes is not None and len(manifest.classes) != classes:
-        raise UserError(
-            f"model.num_classes must be the {len(manifest.classes)} classes of {place}, got {classes}",
-            f"set model.num_classes={len(manifest.classes)}, or pass other shards",
-        )
+        problem = f"model.num_classes must be the {len(manifest.classes)} classes of {place}, got {classes}"
+        raise UserError(problem, f"set model.num_classes={len(manifest.classes)}, or pass other shards")
     if split not in manifest.splits:
-        raise UserError(
-            f"{place / MANIFEST} must have the splits train and val, got {', '.join(manifest.splits) or 'none'}",
-            "pass a complete shard set",
-        )
+        problem = f"{place / MANIFEST} must have the splits train and val, got {', '.join(manifest.splits) or 'none'}"
+        raise UserError(problem, "pass a complete shard set")
     return manifest.splits[split]
 
 
@@ -134,9 +130,8 @@ def jobs_within(seconds: float, limit: float, start: float) -> int:
     """Slurm jobs, each with its start, that a run of so many seconds takes at a time limit. Raises UserError: nothing is left to train."""
     usable = limit - SIGNAL_SECONDS - start
     if usable <= 0:
-        raise UserError(
-            f"--time-limit must leave time to train after a start of {start:.0f} seconds, got {limit:.0f} seconds", "raise it"
-        )
+        problem = f"--time-limit must leave time to train after a start of {start:.0f} seconds, got {limit:.0f} seconds"
+        raise UserError(problem, "raise it")
     return max(1, math.ceil(seconds / usable))
 
 

@@ -128,9 +128,8 @@ def read_record(path: Path, planned: Subject) -> Measured:
     native = planned.changed("train", precision=AUTO).precision
     other = None if planned.precision == native else f"its steps are in {native}, not {planned.precision}"
     if why := _other_device(device, planned) or other:
-        raise UserError(
-            f"--gpu-record must be of the planned kind of GPU, got {path}: {why}", "pass another record, or leave it out"
-        )
+        problem = f"--gpu-record must be of the planned kind of GPU, got {path}: {why}"
+        raise UserError(problem, "pass another record, or leave it out")
     sizes = {config.model.name: _parameters(config) for config in (planned.config, *(step.config for step in steps))}
 
     def distance(step: Measured) -> tuple[float, ...]:

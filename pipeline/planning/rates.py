@@ -77,10 +77,8 @@ class GpuRates:
         half = operator.dtype in (torch.bfloat16, torch.float16)
         peak = self.gpu.bf16_flops if half else self.gpu.fp32_flops
         if peak is None:
-            raise UserError(
-                f"train.precision=bf16 requires a GPU with bf16, got {self.gpu.name}",
-                "set train.precision=fp32, or choose another GPU",
-            )
+            problem = f"train.precision=bf16 requires a GPU with bf16, got {self.gpu.name}"
+            raise UserError(problem, "set train.precision=fp32, or choose another GPU")
         share = self.shares[operator.kind] if half or operator.kind != PRODUCT else _SINGLE
         return max(operator.flops / (peak * share), least)
 

@@ -91,10 +91,8 @@ class ImageFolder(CheckedImages):
             )
         self._files = [f"{name}/{file}" for name in folders for file, image in walk_images(self.folder / name) if image]
         if not self._files:
-            raise UserError(
-                f"{self.folder} must have a {MANIFEST} or images, got 0 images in {len(folders)} class folders",
-                f"pass a folder with shards, or one that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG",
-            )
+            problem = f"{self.folder} must have a {MANIFEST} or images, got 0 images in {len(folders)} class folders"
+            raise UserError(problem, f"pass a folder with shards, or one that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG")
         self.labels = np.array([number[name.partition("/")[0]] for name in self._files])  # (n,)
 
     def __len__(self) -> int:
@@ -126,9 +124,8 @@ def check_data(path: Place) -> None:
     """Check that ``--data`` can be a shard set or a folder of images: a URL, or a folder. Raises UserError."""
     if not isinstance(path, RemotePath) and not path.is_dir():
         found = f"the file {path}" if path.exists() else f"{path}, which does not exist"
-        raise UserError(
-            f"--data must be a folder, got {found}", "pass a folder with shards, or one with a folder of images per class"
-        )
+        problem = f"--data must be a folder, got {found}"
+        raise UserError(problem, "pass a folder with shards, or one with a folder of images per class")
 
 
 def open_split(path: Place, split: str, classes: Sequence[str] | None) -> ShardSet | ImageFolder:

@@ -166,10 +166,8 @@ def find_manifest(folder: Path) -> Path:
     if path.is_file():
         return path
     if unfinished := ", ".join(name for name in ("train", "val") if in_progress_file(folder, name).exists()):
-        raise UserError(
-            f"{path} is missing because the sharding of {unfinished} into this folder was not finished",
-            "run the same sharding command again, which writes the missing shards",
-        )
+        problem = f"{path} is missing because the sharding of {unfinished} into this folder was not finished"
+        raise UserError(problem, "run the same sharding command again, which writes the missing shards")
     if _holds_images(folder):
         first = "move its images into a folder for each class, then " if _holds_images(folder, depth=1) else ""
         remedy = f"{first}write shards of it with pervit shard --source {folder} --output DIR"

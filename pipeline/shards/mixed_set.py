@@ -126,9 +126,8 @@ def open_training_set(
         except UserError as error:
             raise of_mix(error) from None
         if (other := places.setdefault(_place(shards), folder)) is not folder:
-            raise UserError(
-                f"data.mix must name different sets, got {folder} and {other}, which are the same place", "remove one of them"
-            )
+            problem = f"data.mix must name different sets, got {folder} and {other}, which are the same place"
+            raise UserError(problem, "remove one of them")
         further[shards] = weight
     return MixedSet(first, further)
 

@@ -54,9 +54,8 @@ def main() -> None:
         raise UserError(f"{args.run} does not exist", "leave --once away to wait for the run")
     for option, value in (("--project", args.project), ("--name", args.name)):
         if value is not None and not (value.strip() and value.isprintable()):
-            raise UserError(
-                f"{option} must be a name of printable characters, got {value!r}", "give one, or leave the option out"
-            )
+            problem = f"{option} must be a name of printable characters, got {value!r}"
+            raise UserError(problem, "give one, or leave the option out")
     _say_progress()
     tracker = _tracker(args.to, args.project)
     from pipeline.track.position import EVENTS, PICTURE, ROWS, Position

@@ -147,9 +147,8 @@ def choose_compilation(train: TrainConfig, world: World) -> str:
             "set train.compile=auto, or another train.zero_stage",
         )
     if train.compile == GRAPHS and not on_gpu:
-        raise UserError(
-            f"train.compile={GRAPHS} requires a CUDA GPU, got {world.device.type}", "set train.compile to auto or model"
-        )
+        problem = f"train.compile={GRAPHS} requires a CUDA GPU, got {world.device.type}"
+        raise UserError(problem, "set train.compile to auto or model")
     if train.compile == GRAPHS and train.activation_checkpointing:
         raise UserError(
             f"train.compile={GRAPHS} requires train.activation_checkpointing=false, got true, which runs blocks again in the "

@@ -131,10 +131,8 @@ def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> s
         check_cache(cache, part.files, "data.cache")
     folder, host = cache.folder, socket.gethostname()
     if why := _refusal(folder):
-        raise UserError(
-            f"data.cache {folder} cannot be used on {host}: {why}",
-            "have it made on every node, choose another folder, or leave data.cache out",
-        )
+        problem = f"data.cache {folder} cannot be used on {host}: {why}"
+        raise UserError(problem, "have it made on every node, choose another folder, or leave data.cache out")
     shards = {cache.path(shard): shard.bytes for part in parts for shard in part.info.shards}
     wanted, largest = sum(shards.values()), max(shards.values())
     there = sum(size for path, size in shards.items() if path.is_file() and path.stat().st_size == size)

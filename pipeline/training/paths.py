@@ -29,8 +29,7 @@ def check_paths(config: Config) -> None:
     if train.init_from and not is_timm(train.init_from):
         check_source(Path(train.init_from), key="train.init_from ", otherwise=", or null to train from random weights")
     if train.teacher_weights and not Path(train.teacher_weights).is_file():
-        raise UserError(
-            f"train.teacher_weights {train.teacher_weights} does not exist", "pass a file with the teacher's weights"
-        )
+        problem = f"train.teacher_weights {train.teacher_weights} does not exist"
+        raise UserError(problem, "pass a file with the teacher's weights")
     if train.teacher and not train.teacher_weights:
         check_source(Path(train.teacher), key="train.teacher ")

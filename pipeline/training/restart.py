@@ -78,9 +78,8 @@ def read_restarts(path: Path) -> list[Restart]:
 def _earlier_restarts() -> int:
     text = os.environ.get("SLURM_RESTART_COUNT", "0")
     if not (text.isascii() and text.isdigit()):
-        raise UserError(
-            f"the environment variable SLURM_RESTART_COUNT must be a whole number, got {text!r}", "Slurm sets it, so unset it"
-        )
+        problem = f"the environment variable SLURM_RESTART_COUNT must be a whole number, got {text!r}"
+        raise UserError(problem, "Slurm sets it, so unset it")
     return int(text)
 
 

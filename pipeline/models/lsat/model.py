@@ -214,10 +214,8 @@ def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbeddi
 def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int, switches: LSATSwitches) -> Level:
     width, heads = layout.widths[level], switches.heads or layout.heads[level]
     if width % heads:
-        raise UserError(
-            f"model.switches.heads must divide the width of level {level + 1}, {width}, got {heads}",
-            f"set it to {max(n for n in range(1, heads) if width % n == 0)}",
-        )
+        problem = f"model.switches.heads must divide the width of level {level + 1}, {width}, got {heads}"
+        raise UserError(problem, f"set it to {max(n for n in range(1, heads) if width % n == 0)}")
     kv_heads = heads if (switches.kv_heads or layout.kv_heads) == "per_head" else 1
     local, side = level == 0 and variants > 1, image_size // layout.stride
     tokens = grid_side(side, level) ** 2

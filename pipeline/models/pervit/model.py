@@ -82,10 +82,8 @@ class PerViTLayout:
         for width in widths:
             if width % self.heads:
                 near = max(1, round(width / self.heads)) * self.heads
-                raise UserError(
-                    f"model.switches.widths has {width}, but a width must be a multiple of the {self.heads} heads",
-                    f"set it to {near}",
-                )
+                problem = f"model.switches.widths has {width}, but a width must be a multiple of the {self.heads} heads"
+                raise UserError(problem, f"set it to {near}")
         return replace(self, widths=widths, stem_widths=(*self.stem_widths[:-1], widths[0]))
 
 

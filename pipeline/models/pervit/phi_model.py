@@ -82,9 +82,8 @@ class PhiModel(VisionModel):
         if self.phi_design is None:
             return [None] * len(self.blocks)
         if min(grid) < 2:  # of one patch the coordinates cannot be normalized
-            raise UserError(
-                f"the images give {grid[0]} x {grid[1]} patches, but Φp requires at least 2 x 2", "pad or resize them"
-            )
+            problem = f"the images give {grid[0]} x {grid[1]} patches, but Φp requires at least 2 x 2"
+            raise UserError(problem, "pad or resize them")
         # A graph of torch.export has the maps' own operators, whatever was computed before.
         cacheable = not self.training and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
         if cacheable:

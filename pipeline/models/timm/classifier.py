@@ -97,10 +97,8 @@ class WrappedClassifier(VisionModel):
             try:
                 net.set_grad_checkpointing(True)
             except (AssertionError, AttributeError) as error:
-                raise UserError(
-                    f"train.activation_checkpointing is true, but {name} has none in {self.library} ({first_line(error)})",
-                    "set train.activation_checkpointing=false",
-                ) from None
+                problem = f"train.activation_checkpointing is true, but {name} has none in {self.library} ({first_line(error)})"
+                raise UserError(problem, "set train.activation_checkpointing=false") from None
         self.name, self.net, self.trial = name, net, trial
         self.draws_from_generator = bool(trial.draws)
         streamed = {path: StreamDropPath(drop_rate(path), scales_kept(path), calls) for path, calls in paths}

@@ -113,10 +113,8 @@ def _model_of_timm(architecture: str, arguments: Mapping[str, Any], path: Path) 
     def refuse(refused: Mapping[str, Any]) -> None:
         if refused:
             named = ", ".join(f"{key}={value!r}" for key, value in sorted(refused.items()))
-            raise UserError(
-                f"{path}: model_args of {architecture} must be those of a model of this project, got {named}",
-                "remove them if the weights do not need them, or use the folder with timm",
-            )
+            problem = f"{path}: model_args of {architecture} must be those of a model of this project, got {named}"
+            raise UserError(problem, "remove them if the weights do not need them, or use the folder with timm")
 
     if architecture in list_models():
         refuse({key: arguments[key] for key in arguments.keys() - {"switches", "global_pool", *_OF_CONFIG}})
@@ -129,10 +127,8 @@ def _model_of_timm(architecture: str, arguments: Mapping[str, Any], path: Path) 
         try:
             check_name(TIMM_PREFIX + architecture)
         except UserError:
-            raise UserError(
-                f"{path} has the architecture {architecture!r}, which this project does not have",
-                f"pass a folder of ConViT, DeiT, ViT or gMLP, or of one of: {', '.join(list_models())}",
-            ) from None
+            remedy = f"pass a folder of ConViT, DeiT, ViT or gMLP, or of one of: {', '.join(list_models())}"
+            raise UserError(f"{path} has the architecture {architecture!r}, which this project does not have", remedy) from None
         return TIMM_PREFIX + architecture, {key: value for key, value in arguments.items() if key not in _OF_CONFIG}, False
     family, default = ours.partition("_")[0], _FORMS[ours][1]
     fixed = _FIXED | {"qkv_bias": family == "deit", "global_pool": _GLOBAL_POOL[family]}
@@ -211,9 +207,8 @@ def read_folder_config(folder: Path) -> FolderConfig:
         raise UserError(f"{path}: {first_invalid(error, 'the file')}", _AGAIN) from None
     classes, count = config.classes, config.count
     if classes is not None and len(classes) != count:
-        raise UserError(
-            f"{path} has {len(classes)} label_names for {count} classes", f"write {count} names, in the order of the scores"
-        )
+        problem = f"{path} has {len(classes)} label_names for {count} classes"
+        raise UserError(problem, f"write {count} names, in the order of the scores")
     return config
 
 

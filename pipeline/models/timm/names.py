@@ -24,19 +24,15 @@ def check_timm_name(name: str) -> None:
     """
     architecture = name.removeprefix(TIMM_PREFIX)
     if ":" in architecture or "/" in architecture:
-        raise UserError(
-            f"model.name must be a name of timm's list, got {name}, a folder or a repository",
-            "write timm:NAME, and give local weights to train.init_from",
-        )
+        problem = f"model.name must be a name of timm's list, got {name}, a folder or a repository"
+        raise UserError(problem, "write timm:NAME, and give local weights to train.init_from")
     if importlib.util.find_spec("timm") is None:
         raise missing_extra(f"model.name {name}", "timm", "timm")
     known = defined_names()
     plain, dot, tag = architecture.partition(".")
     if dot and plain in known:
-        raise UserError(
-            f"model.name must be an architecture, got {name}, whose part {tag!r} names weights",
-            f"write model.name={TIMM_PREFIX}{plain} train.init_from={name}",
-        )
+        problem = f"model.name must be an architecture, got {name}, whose part {tag!r} names weights"
+        raise UserError(problem, f"write model.name={TIMM_PREFIX}{plain} train.init_from={name}")
     if known and architecture not in known:
         close = difflib.get_close_matches(plain, known, n=1)
         hint = f"did you mean {TIMM_PREFIX}{close[0]}?" if close else "timm.list_models() has the names"

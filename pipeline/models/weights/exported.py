@@ -117,10 +117,8 @@ def read_exported(path: Path) -> tuple[VisionModel, Description]:
     """
     weights, description = read_tensors(path)
     if description is None:
-        raise UserError(
-            f"{path} has no description of its model, as `pervit checkpoint export` writes it",
-            f"build the model with create_model and load the file's {len(weights)} tensors with load_state_dict",
-        )
+        remedy = f"build the model with create_model and load the file's {len(weights)} tensors with load_state_dict"
+        raise UserError(f"{path} has no description of its model, as `pervit checkpoint export` writes it", remedy)
     return build_described(path, weights, description), description
 
 

@@ -100,10 +100,8 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     """Raise a ``UserError`` that names ``source`` if a value of a state dict is infinite or NaN."""
     bad = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
     if bad:
-        raise UserError(
-            f"{source} has values that are not finite in {len(bad)} of {len(weights)} tensors ({first_few(bad, 5)})",
-            "take weights of an earlier step",
-        )
+        problem = f"{source} has values that are not finite in {len(bad)} of {len(weights)} tensors ({first_few(bad, 5)})"
+        raise UserError(problem, "take weights of an earlier step")
 
 
 def resample_positions(value: Tensor, shape: torch.Size, leading_tokens: int) -> Tensor:
