@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.exporting import FORMATS, Subject, Training, sample_images
-from pipeline.inference.onnx_file import OnnxModel
+from pipeline.inference.trained import OnnxModel
 from pipeline.models import create_model, load_exported, model_entry
 from pipeline.models.weights.exported import Description
 

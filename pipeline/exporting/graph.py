@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from pipeline.errors import UserError, first_line, install_extra
 from pipeline.exporting import Facts, Subject, checked, compare, sample_images
-from pipeline.inference.onnx_file import INPUT, OUTPUT, OnnxModel
+from pipeline.inference.trained import INPUT, OUTPUT, OnnxModel
 
 DESCRIPTION = "description.json"  # file in the archive of an ExportedProgram
 OPSET = 18  # ONNX 1.13 of 2022: read by every runtime of the last years; 23 has an operator for attention, which few have

@@ -80,7 +80,7 @@ class Session:
 def open_session(model: nn.Module, trained_in: str, args: argparse.Namespace) -> Session:
     """Join the other ranks and move the model, ``trained_in`` a precision, to this one's device. Collective."""
     from pipeline.cluster.rendezvous import init_world
-    from pipeline.inference.onnx_file import OnnxModel
+    from pipeline.inference.trained import OnnxModel
     from pipeline.loader.loader import decoding_device
     from pipeline.step.precision import Precision, choose_evaluation_precision
 

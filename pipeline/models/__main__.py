@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
-from pipeline.models.entry import installed_models, is_timm
+from pipeline.models.registry import installed_models, is_timm
 
 if TYPE_CHECKING:
-    from pipeline.models.entry import ModelEntry
+    from pipeline.models.registry import ModelEntry
 
 
 def parameter_count(entry: ModelEntry) -> int:

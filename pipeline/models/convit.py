@@ -37,7 +37,7 @@ from pipeline.models.common.vit import (
     patch_grid,
     split_heads,
 )
-from pipeline.models.entry import register
+from pipeline.models.registry import register
 
 
 @constant_table

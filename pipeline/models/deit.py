@@ -34,9 +34,9 @@ from pipeline.models.common.vit import (
     ViTLayout,
     patch_grid,
 )
-from pipeline.models.entry import register
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
+from pipeline.models.registry import register
 
 _KERNEL = 3
 

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from pipeline.errors import UserError, first_line
 from pipeline.lazy import import_named
-from pipeline.models.entry import ModelEntry, import_path
+from pipeline.models.registry import ModelEntry, import_path
 from pipeline.models.timm.classifier import TimmSwitches, WrappedClassifier, build_wrapped
 
 _REMEDY = "choose another model, or change what it builds"

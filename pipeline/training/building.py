@@ -28,13 +28,12 @@ from pipeline.loader.batches import TrainBatches
 from pipeline.loader.loader import CPU, GPU, Loader, decoding_device
 from pipeline.loader.probe import usable_decoding
 from pipeline.loader.reader import BadSamples
-from pipeline.loader.sizes import AnyLoader, SizedLoader
-from pipeline.loader.trial import TrialLoader, Turns
+from pipeline.loader.trial import AnyLoader, SizedLoader, TrialLoader, Turns
 from pipeline.logs import pictures
 from pipeline.logs.console import say_once
 from pipeline.models import flops, load_pretrained, model_of
 from pipeline.models.common.base import VisionModel
-from pipeline.models.entry import is_timm
+from pipeline.models.registry import is_timm
 from pipeline.models.timm.names import weights_folder
 from pipeline.optim.averages import StepStatistics, WeightAverage
 from pipeline.optim.build import describe, parameter_groups

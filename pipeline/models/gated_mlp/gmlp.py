@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pipeline.models.common.base import ModelOptions, VisionModel, scales_of_block
 from pipeline.models.common.layers import LAYER_NORM_EPS, PATCH, ModuleList, check_same_size, check_sides
 from pipeline.models.common.windows import Tiling
-from pipeline.models.entry import register
 from pipeline.models.gated_mlp.gating import GMLP_CODE, GROUPED, GatedBlock, GatingSwitches, run_in_windows
+from pipeline.models.registry import register
 
 TRUNCATED_STD = 0.87962566103423978  # of a normal distribution cut off at two standard deviations
 GROUPS = 8  # default channel groups of grouped maps (PosMLP, Table 3)

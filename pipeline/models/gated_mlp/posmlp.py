@@ -18,11 +18,11 @@ from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, VisionModel, dropout_factors, linear_drop_path, scales_of_block
 from pipeline.models.common.layers import LAYER_NORM_EPS, ModuleList, check_same_size, check_sides, init_linear_and_convolution
 from pipeline.models.common.windows import Tiling, relative_index
-from pipeline.models.entry import register
 from pipeline.models.gated_mlp import posmlp_layers as layers
 from pipeline.models.gated_mlp.gating import GROUPED, POSMLP_CODE, GatedBlock, GatingSwitches, run_in_windows
 from pipeline.models.gated_mlp.posmlp_layers import STEM_STRIDE
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, quadratic_terms
+from pipeline.models.registry import register
 
 STRIDE = 32  # of the last stage
 DEPTHS = (2, 2, 18, 2)  # blocks per stage, Table 11

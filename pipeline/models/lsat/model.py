@@ -26,7 +26,6 @@ from pipeline.config import PositiveInt
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scales_of_block
 from pipeline.models.common.layers import LAYER_NORM_EPS, ModuleList, check_same_size, check_sides, init_linear_and_convolution
-from pipeline.models.entry import register
 from pipeline.models.lsat.blocks import (
     SHIFTS_32,
     SHIFTS_224,
@@ -38,6 +37,7 @@ from pipeline.models.lsat.blocks import (
     translate,
 )
 from pipeline.models.lsat.table6 import ConvolutionalProjection, CvTBlock, SwinBlock, TokenEmbedding, overlapping
+from pipeline.models.registry import register
 
 AnyBlock = Block | SwinBlock | CvTBlock
 

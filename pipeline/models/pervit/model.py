@@ -19,9 +19,9 @@ from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path
 from pipeline.models.common.layers import LAYER_NORM_EPS, MLP, PATCH, ModuleList, check_same_size, check_sides, init_linear
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import PositionEmbedding, SelfAttention, merge_heads, split_heads
-from pipeline.models.entry import register
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
+from pipeline.models.registry import register
 
 LEAST_SIDE = 2 * PATCH  # of an image: Φp needs two tokens along an axis
 

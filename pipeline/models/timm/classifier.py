@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import UserError, first_line
 from pipeline.models.common.base import Switches, VisionModel
-from pipeline.models.entry import TIMM_PREFIX, ModelEntry
+from pipeline.models.registry import TIMM_PREFIX, ModelEntry
 from pipeline.models.timm.network import Maker, Trial, build_network, drop_rate, import_timm, scales_kept, try_out
 
 NET = "net."  # before the network's own names of parameters

@@ -22,8 +22,7 @@ from pipeline.errors import UserError, first_invalid
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import PATCH, ViTLayout
 from pipeline.models.convit import ConViTSwitches
-from pipeline.models.entry import TIMM_PREFIX, is_timm
-from pipeline.models.registry import check_name, list_models, model_entry
+from pipeline.models.registry import TIMM_PREFIX, check_name, is_timm, list_models, model_entry
 from pipeline.models.timm.names import CONFIG, PICKLED, WEIGHTS
 from pipeline.models.weights.exported import Description, build_described, read_pickled, read_tensors
 from pipeline.models.weights.transfer import check_finite

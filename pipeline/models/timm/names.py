@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from pipeline.errors import UserError, first_line, missing_extra
-from pipeline.models.entry import TIMM_PREFIX
+from pipeline.models.registry import TIMM_PREFIX
 
 # timm's default tags of the architectures that this project has too, by the word that their names begin with.
 _TAGS = {"convit": "fb_in1k", "deit": "fb_in1k", "gmlp": "ra3_in1k"}
