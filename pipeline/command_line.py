@@ -70,8 +70,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def command_parser(module: str, description: str | None, epilog: str | None = None) -> CommandParser:
     """A parser whose usage shows what was typed, where Python's own shows the file's name. ``module``: of the command, as for
-    ``python -m``.
-    """
+    ``python -m``."""
     return CommandParser(
         prog=typed(module),
         description=description or "",  # None: of python -OO

@@ -115,8 +115,7 @@ class ThreeAugment(PixelAugmentation):
 
 def box_weights(radius: np.ndarray) -> np.ndarray:
     """Weights of the box filters that Pillow blurs with, of (B,) standard deviations of Gaussians in pixels, 0 to 2. Returns
-    (B, 2, TAPS) float32, whole numbers: the weights in 2**-24, as their two digits to base 2**12, the high one first.
-    """
+    (B, 2, TAPS) float32, whole numbers: the weights in 2**-24, as their two digits to base 2**12, the high one first."""
     # In float32, as in Pillow's C code: weights of a sixth decide by their last bit where a sum is halfway between two levels.
     radius = np.asarray(radius, dtype=np.float32)
     variance = radius * radius / np.float32(PASSES)

@@ -71,8 +71,7 @@ class Agreement:
 
     def exchange(self, stop: int = 0, save_failed: bool = False, written: int = 0) -> Agreed:
         """Exchange this rank's status, with the meanings of :class:`Agreed`. Collective. Returns the status of all ranks at the
-        all-reduce before the newest one; at first, that nothing has happened.
-        """
+        all-reduce before the newest one; at first, that nothing has happened."""
         if self._calls % self._every == 0:
             self._wait()
             highest_stop, any_failed, fewest_written = self._values.tolist()

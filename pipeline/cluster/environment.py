@@ -106,8 +106,7 @@ def has_agent() -> bool:
 
 def job_secret(text: str) -> bytes:
     """The job's secret, 32 bytes. The launcher or rank 0 draws it for each start; it appears in no log, file or message. Raises
-    UserError: it is missing or malformed; the message does not quote it.
-    """
+    UserError: it is missing or malformed; the message does not quote it."""
     if not re.fullmatch(r"[0-9a-f]{64}", text):
         found = f"{len(text)} other characters" if text else "nothing"
         problem = f"{SECRET} must be one number of 64 hexadecimal digits for all processes of a job, got {found}"

@@ -67,8 +67,7 @@ class Place:
 
     def publish(self, hidden: Path, card: str) -> None:
         """Add card and checksums to what is in ``hidden``, sync all of it and rename it. An existing export is replaced. Raises
-        OSError: from the system; an existing export is then as it was, or has no checksum.
-        """
+        OSError: from the system; an existing export is then as it was, or has no checksum."""
         names = sorted(path.relative_to(hidden).as_posix() for path in hidden.rglob("*") if path.is_file())
         sums = "".join(f"{file_sha256(hidden / name)}  {name}\n" for name in names)
         (hidden / self.card.name).write_text(card, encoding="utf-8")
@@ -93,8 +92,7 @@ class Place:
 
 def find_place(output: Path, form: Format, force: bool) -> Place:
     """Where an export goes, checked before the work begins. Raises UserError: something is there already, or nothing can be
-    written there.
-    """
+    written there."""
     if form.ending and output.suffix == form.ending:
         place = Place(output, output.name, folder=False)
         check_writable(output)
@@ -129,8 +127,7 @@ def _check_is_export(place: Place) -> None:
 
 def verify(path: Path) -> list[str]:
     """Compare an export, its file or folder or the file with the checksums, with these; print each file that is whole. Returns
-    a sentence for each file that is missing or differs. Raises UserError: there is no export, or it has no checksums.
-    """
+    a sentence for each file that is missing or differs. Raises UserError: there is no export, or it has no checksums."""
     sums = path if path.name == SUMS or path.suffix == _SUM else Place(path, None, path.is_dir()).sums
     if not path.exists():
         raise UserError(f"{path} does not exist", "pass the --output of an export")
@@ -168,8 +165,7 @@ _ENDPOINT = "HF_ENDPOINT"  # of another hub; huggingface_hub reads it when it is
 
 def check_hub(repo: str) -> None:
     """See, before anything is exported, that a push to ``repo``, ``NAME`` or ``OWNER/NAME``, can begin. Raises UserError:
-    ``huggingface_hub`` is not installed, there is no token, or ``repo`` is not a repository's name.
-    """
+    ``huggingface_hub`` is not installed, there is no token, or ``repo`` is not a repository's name."""
     hub = _imported()
     try:
         hub.utils.validate_repo_id(repo)
@@ -186,8 +182,7 @@ def check_hub(repo: str) -> None:
 def push(files: Mapping[str, Path], repo: str, message: str, private: bool = False) -> str:
     """Upload files, by their path in the repository, as one commit, so that it never has weights without their card; a ``repo`` that does not
     exist is created. Returns the commit's address. Raises UserError: as :func:`check_hub`; or the hub refuses, or is not
-    reached. The files here stay as they are.
-    """
+    reached. The files here stay as they are."""
     check_hub(repo)
     hub = _imported()
     api = hub.HfApi(endpoint=os.environ.get(_ENDPOINT) or None, library_name="pervit-pipeline")

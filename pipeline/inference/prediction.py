@@ -70,8 +70,7 @@ class RankRows:
 
     def publish(self, write: Callable[[Merged], object]) -> None:
         """End the pass, and let rank 0 ``write`` the valid rows of all ranks in their order: it gets some at a time, at least once, with no
-        row perhaps. Collective. Raises UserError: on every rank: some rank could not write.
-        """
+        row perhaps. Collective. Raises UserError: on every rank: some rank could not write."""
         try:
             for file in self._files:
                 file.close()

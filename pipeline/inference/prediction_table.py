@@ -54,8 +54,7 @@ Merged = Iterator[tuple[np.ndarray, list[str]]]
 
 def check_file(option: str, path: Path, endings: Sequence[str] = ENDINGS) -> None:
     """Check, before the pass, that the table that ``option`` names can be written. Raises UserError: it has another ending than
-    ``endings``, cannot be written, or PyArrow is missing.
-    """
+    ``endings``, cannot be written, or PyArrow is missing."""
     if path.suffix not in endings:
         raise UserError(f"{option} must end with {', '.join(endings[:-1])} or {endings[-1]}, got {path}", "rename the file")
     check_writable(path)

@@ -88,8 +88,7 @@ def neighbours_vote(train: Labelled, features: Tensor, classes: int) -> Tensor:
 
 def fit_logistic(train: Labelled, classes: int, c: float, begin: Tensor | None = None) -> Tensor:
     """Multinomial logistic regression with an L2 penalty, as scikit-learn's ``LogisticRegression(C=c)``, by L-BFGS. Returns
-    (D + 1, classes): the weights, and in the last row, which has no penalty, the biases. ``begin`` are those to start from.
-    """
+    (D + 1, classes): the weights, and in the last row, which has no penalty, the biases. ``begin`` are those to start from."""
     x, count, rows = F.pad(train.features, (0, 1), value=1.0), len(train), max(1, _PRODUCTS // classes)  # x: (n, D + 1)
     weights = (x.new_zeros(x.shape[1], classes) if begin is None else begin.clone()).requires_grad_()
     stop: dict[str, Any] = {"max_iter": 1000, "tolerance_grad": 1e-7, "tolerance_change": 1e-14}

@@ -35,8 +35,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def read_asked(args: argparse.Namespace) -> tuple[Trained, Config]:
     """The trained model that ``args.checkpoint`` and the options name, and its config with their batch size and decoding.
-    Raises UserError: there is no such model.
-    """
+    Raises UserError: there is no such model."""
     from pipeline.config import config_from_dict
     from pipeline.inference.trained import read_trained
     from pipeline.logs import console

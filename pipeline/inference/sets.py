@@ -89,8 +89,7 @@ def parse_sets(given: Sequence[str]) -> dict[str, Place]:
 
 def read_classes(asked: str, classes: Sequence[str], shown: Sequence[str]) -> np.ndarray:
     """The outputs (K,) of the classes that ``--classes`` names, by identifier or name: a file with one a line, or with commas
-    between. Raises UserError: the model has no such class.
-    """
+    between. Raises UserError: the model has no such class."""
     names = Path(asked).read_text().splitlines() if Path(asked).is_file() else asked.split(",")
     number = {name: output for known in (shown, classes) for output, name in enumerate(known)}
     if unknown := [name for name in names if name.strip() not in number]:
@@ -104,8 +103,7 @@ def open_set(
 ) -> EvalSet:
     """Open one of ``SETS``, or, for "", ``val``, whose images are ReaL's too, for a model with these classes, by output.
     ``kept``: (K,) outputs, the only ones that count: images of other classes are left out. None: all. Raises UserError: it
-    cannot be read, or is not that set, or the model's classes are not ImageNet's.
-    """
+    cannot be read, or is not that set, or the model's classes are not ImageNet's."""
     title, count = SETS.get(name, (str(place), len(classes)))
     order = sorted(range(len(classes)), key=classes.__getitem__)  # what ReaL and V2 number
     if name in (REAL, V2) and len(classes) != count:

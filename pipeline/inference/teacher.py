@@ -101,8 +101,7 @@ class LibraryTeacher(nn.Module):
 def load_library_teacher(config: Config) -> LibraryTeacher:
     """The network that ``train.teacher`` names, with the weights of ``train.teacher_weights``, in eval mode on the CPU. Raises
     UserError: :func:`library_network` has none, the file cannot be read, its weights are not those of the network with this
-    number of classes, or the network does not take images of this size.
-    """
+    number of classes, or the network does not take images of this size."""
     train = config.train
     assert train.teacher and train.teacher_weights  # the config has both or none
     network, mean, std = library_network(config)
@@ -125,8 +124,7 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
 
 def library_network(config: Config) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
     """The network that ``train.teacher`` names with random weights, and the mean and deviation that it expects. Raises
-    UserError: the library is missing or does not load, or has no such network.
-    """
+    UserError: the library is missing or does not load, or has no such network."""
     library, _, name = (config.train.teacher or "").partition(":")
     module, classes = import_library(library, f"train.teacher={library}:NAME"), config.model.num_classes
     _check_name(library, name, module)

@@ -101,8 +101,7 @@ def biased_attention(
 
 def uses_triton(q: Tensor) -> bool:
     """Whether attention of queries (..., width) of this device, dtype and width runs the Triton kernels. Raises UserError: see
-    :func:`peripheral_attention`.
-    """
+    :func:`peripheral_attention`."""
     if _ASKED not in (AUTO, TRITON, PLAIN):
         problem = f"{SWITCH} must be {AUTO}, {TRITON} or {PLAIN}, got {_ASKED!r}"
         raise UserError(problem, "set the environment variable to one of these")

@@ -123,8 +123,7 @@ class Finisher:
     def flip_and_augment(self, pixels: np.ndarray, request: BatchRequest, i: int, interleaved: bool = True) -> np.ndarray:
         """Flip image i of a batch, (S, S, 3) uint8, and augment it. Returns (S, S, 3) uint8; ``pixels`` or a view of it where
         no augmentation applies and, if flipped, ``interleaved`` is false, which allows three planes in memory: they are cheaper
-        to make and to normalize.
-        """
+        to make and to normalize."""
         flip = bool(request.geometry.flip[i])
         chosen = [augmentation for augmentation in request.of_pixels if augmentation.applies(request, i)]
         if not chosen and not (flip and interleaved):

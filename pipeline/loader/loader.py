@@ -106,8 +106,7 @@ class Loader(Generic[AnyBatches]):
 
     def __next__(self) -> Batch:
         """The next batch. Raises UserError: more than ``data.max_bad_samples`` samples cannot be read or decoded. Every further
-        call raises it again, because a batch is missing.
-        """
+        call raises it again, because a batch is missing."""
         if self._error:
             raise self._error
         try:
@@ -167,8 +166,7 @@ def augmented(images: Tensor, request: BatchRequest, replaced: int = 0, at_once:
 
 def decoding_device(decode: str, device: torch.device, name: str = "data.decode") -> str:
     """Where to decode, "gpu" or "cpu": ``auto`` is the device; :mod:`pipeline.loader.trial` measures instead. Raises UserError:
-    there is no GPU to decode on; ``name`` is the setting's.
-    """
+    there is no GPU to decode on; ``name`` is the setting's."""
     here = CPU if device.type == "cpu" else GPU
     if decode == GPU and here == CPU:
         raise UserError(f"{name} is gpu, but this process has no GPU", "set it to auto, or start where there is a GPU")

@@ -160,8 +160,7 @@ class RunLog:
 
     def evaluation(self, step: int, results: dict[str, dict[str, Any]]) -> None:
         """Write an evaluation's results by name of the weights (``model``, ``ema``). Collective. Raises UserError: on every
-        rank: a file cannot be written or is gone.
-        """
+        rank: a file cannot be written or is gone."""
         where = self._where(step)
         for weights, result in results.items():
             self._add_row({**where, "weights": weights, **result}, "eval", tensorboard.suffix(weights))

@@ -28,8 +28,7 @@ from pipeline.runs import SAMPLES
 
 class SampleLog:
     """This rank's record. Every method raises a ``UserError`` on this rank if its file cannot be written. ``start``: the first
-    step of this start, counted from 1.
-    """
+    step of this start, counted from 1."""
 
     def __init__(self, run_dir: Path, world: World, start: int) -> None:
         path = run_dir / SAMPLES / f"rank-{world.rank:05d}.jsonl"

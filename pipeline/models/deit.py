@@ -144,17 +144,14 @@ class DeiT(ClassTokenModel, PhiModel):
         scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
             # What the block's attention is told of positions.
-            position = _with_class_token(log_phi) if log_phi is not None else grid if self.relative_position else None
+            position: Any = grid if self.relative_position else None
+            if log_phi is not None:
+                probe("phi_p", log_phi.exp)
+                position = F.pad(log_phi, (1, 0, 1, 0))  # (heads, N + 1, N + 1): Φp = 1 in the class token's row and column
             x = self.run_block(block, x, scales_of_block(scales, i), position)
             if i < len(self.position_generators):
                 x = self.position_generators[i](x, grid)
         return x
-
-
-def _with_class_token(log_phi: Tensor) -> Tensor:
-    """log Φp (heads, N, N) of the patches -> (heads, N + 1, N + 1): 0, so Φp = 1, in the class token's row and column."""
-    probe("phi_p", lambda: log_phi.exp())
-    return F.pad(log_phi, (1, 0, 1, 0))
 
 
 class DeiT3Switches(Switches):

@@ -33,8 +33,7 @@ def imported_entry(name: str) -> ModelEntry:
 
 def build_imported(name: str, **options: Any) -> WrappedClassifier:
     """The builder of a registry entry. Raises UserError: there is no such function, it does not make a classifier, or one that
-    a run cannot save or continue.
-    """
+    a run cannot save or continue."""
     model = build_wrapped(WrappedClassifier, call, _checked, name, **options)
     if changed := model.trial.changed:
         raise UserError(

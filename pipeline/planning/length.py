@@ -50,8 +50,7 @@ class Images:
 def count_images(config: Config, data: Place | None) -> Images | None:
     """How many images the run has: by the manifests of its shards, else by the number of classes. ``data``: shard set; None:
     ``data.path`` if it is there. Returns None if nothing tells. Raises UserError: ``data`` holds no shard set, or one of other
-    classes.
-    """
+    classes."""
     place = parse_place(data or config.data.path)
     if data or not isinstance(place, Path) or place.is_dir():
         try:
@@ -106,8 +105,7 @@ def length_of(config: Config, images: Images) -> Length:
 
 def parse_time_limit(text: str) -> float:
     """A time limit in Slurm's forms: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S. Returns seconds. Raises UserError: it is none of
-    these, or too short to train in.
-    """
+    these, or too short to train in."""
     remedy = "write it as sbatch takes it, such as 24:00:00 or 3-00:00:00"
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if not found:

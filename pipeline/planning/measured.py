@@ -50,8 +50,7 @@ class Measured:
 
 def read_measured(path: Path) -> Measured:
     """Measure a run's newest start that has enough steps; the first rows of a start, which warm up and compile, are left out.
-    Raises UserError: it is not a run folder, its config cannot be read, or it has too few steps.
-    """
+    Raises UserError: it is not a run folder, its config cannot be read, or it has too few steps."""
     run = read_run(path)
     config, columns = run.settings, run.metrics.steps
     if "images_per_second" not in columns:
@@ -111,8 +110,7 @@ def _other_device(device: str, planned: Subject) -> str | None:
 def read_record(path: Path, planned: Subject) -> Measured:
     """Read the step of a GPU's record (``make gpu-check``) that is most similar to the plan: in its model's size, compiling, ZeRO stage
     and micro-batch, in this order. Batches are in memory there, so that it waited for no data. Raises UserError: it is no such
-    record, has no steps, or is of another kind of GPU or precision.
-    """
+    record, has no steps, or is of another kind of GPU or precision."""
     must = f"--gpu-record must be a record of make gpu-check, got {path}"
     try:
         record = json.loads(path.read_text())

@@ -138,8 +138,7 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
 
 def largest_micro_batch(subject: Subject) -> int:
     """The largest micro-batch size that fits, of those that the run may have; 0: not even the smallest. Raises UserError: no
-    size divides the global batch by the number of processes.
-    """
+    size divides the global batch by the number of processes."""
     sizes = fitting_micro_batches(subject.config.train, subject.world_size, subject.config.augment.unit)
     if plan_memory(subject, sizes[-1]).fits:  # as with a small model
         return sizes[-1]

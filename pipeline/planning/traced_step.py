@@ -180,8 +180,7 @@ def _phi_labelled(model: VisionModel, trace: Trace) -> Any:
 
 def fake_teacher(config: Config) -> tuple[nn.Module | None, str]:
     """Build the network that teaches (``train.teacher``), in eval mode on PyTorch's meta device. Returns None if there is none,
-    or if it is not at hand; and in the latter case a sentence that says why.
-    """
+    or if it is not at hand; and in the latter case a sentence that says why."""
     train, missing = config.train, "the teacher is not in the figures:"
     if not train.teacher:
         return None, ""

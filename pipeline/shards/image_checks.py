@@ -80,8 +80,7 @@ class StoredImage:
 
 def prepare_image(data: bytes, rules: ImageRules, name: str = "") -> StoredImage:
     """Check one encoded image and convert it to the stored form. A file whose name is that of a JPEG is stored as one. Raises
-    Rejected: empty, truncated, too many scans, or Pillow cannot decode it.
-    """
+    Rejected: empty, truncated, too many scans, or Pillow cannot decode it."""
     if not data:
         raise Rejected("an empty file")
     try:

@@ -60,8 +60,7 @@ class FrameHeader(NamedTuple):
 
 def jpeg_header(data: bytes) -> FrameHeader:
     """Parse the frame header of a complete JPEG (ITU-T T.81, Annex B), more strictly than decoders do. Raises ValueError: not a
-    JPEG, or a damaged header; a CutOff or TooManyScans.
-    """
+    JPEG, or a damaged header; a CutOff or TooManyScans."""
     if data[:2] != _SOI:
         raise ValueError("not a JPEG")
     _check_scans(data)  # first, because decoders continue past damage in the header

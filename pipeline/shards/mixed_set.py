@@ -113,8 +113,7 @@ def open_training_set(
     path: str | os.PathLike[str], mix: Mapping[str, float], readers: int = 1, *, cache: ShardCache | None = None
 ) -> ShardSet | MixedSet:
     """Open the training split of ``data.path``, with those of ``data.mix``, each path with its weight, if there are any. Raises
-    UserError: a set cannot be opened (the message names its key), or has a class that ``data.path`` lacks.
-    """
+    UserError: a set cannot be opened (the message names its key), or has a class that ``data.path`` lacks."""
     first = ShardSet(path, "train", readers, cache=cache)
     if not mix:
         return first

@@ -112,8 +112,7 @@ class ShardSet(Samples):
 
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
         """Each image is verified by its checksum. A failed read is retried once, from the new file if the tar was replaced
-        meanwhile. Raises UserError: the store is away, or the limit on open files is reached.
-        """
+        meanwhile. Raises UserError: the store is away, or the limit on open files is reached."""
         ranges = [self._range(index) for index in indices]
         images = []
         for index, wanted, data in zip(indices, ranges, self.files.read_many(ranges)):

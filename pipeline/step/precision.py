@@ -43,8 +43,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 def choose_precision(asked: str, begun_with: str | None, world: World) -> Precision:
     """Settle ``train.precision`` for all ranks alike: one without bf16 instructions decides for all. Collective.
-    ``begun_with``: the precision of the run so far, which "auto" keeps; None for a new run.
-    """
+    ``begun_with``: the precision of the run so far, which "auto" keeps; None for a new run."""
     everywhere, why = native_on_all(world)
     fitting = BF16 if everywhere else FP32
     if asked != AUTO:
@@ -64,8 +63,7 @@ def choose_precision(asked: str, begun_with: str | None, world: World) -> Precis
 
 def choose_evaluation_precision(trained_in: str, asked: str, world: World) -> Precision:
     """The precision to evaluate a trained model in. Collective. ``asked``: "auto", which keeps the training's unless it would
-    be emulated; "bf16" or "fp32".
-    """
+    be emulated; "bf16" or "fp32"."""
     everywhere, why = native_on_all(world)
     if asked != AUTO:
         return Precision(asked, "as asked for")

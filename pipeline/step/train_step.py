@@ -120,8 +120,7 @@ def compute_step(
     count: int | None = None,
 ) -> tuple[list[Tensor], float | Tensor]:
     """Compute a step: what of :func:`train_step`, with its arguments, a CUDA graph can hold. Collective. ``micro_batch``: gives
-    the next one, and its noise. Returns the losses of its micro-batches, () each, and the gradient norm.
-    """
+    the next one, and its noise. Returns the losses of its micro-batches, () each, and the gradient norm."""
     engine, losses = state.engine, []
     state.batchnorm.begin()
     for number in micro_batches(engine, count):

@@ -160,8 +160,7 @@ class Samples(ABC):
     @abstractmethod
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
         """The encoded images, (bytes,) uint8 each; instead of one that cannot be read, the error. Raises UserError: none of the
-        samples can be read any more.
-        """
+        samples can be read any more."""
 
     def read(self, index: int) -> np.ndarray:
         """The encoded image of one sample, (bytes,) uint8. Raises DamagedSample, or as :meth:`read_batch`."""

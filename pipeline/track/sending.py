@@ -84,8 +84,7 @@ class Sender:
 
     def run(self, once: bool = False) -> None:
         """Send until the run is finished; with ``once``, what is there now. Raises UserError: the tracker or the position file
-        refuses; with ``once`` also if the tracker was not reached.
-        """
+        refuses; with ``once`` also if the tracker was not reached."""
         failures, complete = 0, False
         try:
             while True:

@@ -92,8 +92,7 @@ def settle(config: Config, before: RunState | None, shards: ShardSet | MixedSet,
 
 def check_alone(config: Config, world: World) -> None:
     """Check what every rank can check by itself, in moments: the batch sizes, ``train.compile``, the model's switches and image size,
-    whether the optimizer suits it. A :class:`UserError` is the same on every rank.
-    """
+    whether the optimizer suits it. A :class:`UserError` is the same on every rank."""
     if config.train.micro_batch_size == AUTO:
         fitting_micro_batches(config.train, world.size, config.augment.unit)
     else:
@@ -134,8 +133,7 @@ def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable
 
 def choose_compilation(train: TrainConfig, world: World) -> str:
     """Settle ``train.compile`` for this start: "off", "blocks", "model" or "graphs". Raises UserError: ZeRO-3, activation
-    checkpointing or the device rule out what the config asks for.
-    """
+    checkpointing or the device rule out what the config asks for."""
     on_gpu, hooked = world.device.type == "cuda", train.zero_stage == 3 and world.size > 1
     if train.compile in (AUTO, OFF):
         return BLOCKS if train.compile == AUTO and on_gpu and not hooked else OFF
@@ -189,8 +187,7 @@ def build(
 ) -> tuple[TrainState, flops.FlopRow, Tensor | None]:
     """Build the model of a start's config in its engine, with first weights or those of the checkpoint. Collective. Returns
     what is trained; the model's cost; and on rank 0 of a new run its peripheral attention before the first step. Raises
-    UserError: weights or a teacher cannot be read or do not fit.
-    """
+    UserError: weights or a teacher cannot be read or do not fit."""
     config, fresh = settled.config, verified is None
     say_once(world, f"building {config.model.name}")
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.arguments)

@@ -77,8 +77,7 @@ def dry_run(config: Config, world: World) -> int:
 
 def _take_step(prepared: PreparedRun, world: World) -> tuple[float, str]:
     """Take an optimizer step, of the first micro-batches only, with the run's next batch, but random pixels. Returns seconds
-    until the batch was there; and what the step was, for people.
-    """
+    until the batch was there; and what the step was, for people."""
     settled, train_state, schedule = prepared.settled, prepared.train_state, prepared.data.schedule
     config, began = settled.config, time.perf_counter()
     say_once(world, f"reading a batch of {counted(config.train.micro_batch, 'image')}")
@@ -121,8 +120,7 @@ def check_room(folder: Path, needed: int) -> None:
 def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> str | None:
     """Say how much of the shards the node's cache has and has room for; None without a cache. Nothing is written. Raises
     UserError: the folder cannot be written on this node, is that of the shards, or has no room for one of them: what a training
-    only warns of.
-    """
+    only warns of."""
     cache = cache_of(data)
     if cache is None:
         return None

@@ -22,8 +22,7 @@ _SHOWN = 8  # losses in a message; the report has all
 def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
     """Count a step that was skipped, or stop, with the run in the state before the step: none has changed the weights since.
     Collective. Raises UserError: more than ``train.max_skipped_steps``. ``nonfinite/step-...`` in the run folder is then a run
-    folder itself: the state before the step, a config that repeats this step alone, a report of every sample and loss.
-    """
+    folder itself: the state before the step, a config that repeats this step alone, a report of every sample and loss."""
     run.skipped_steps += 1
     losses = [loss for part in run.world.gather([loss.item() for loss in result.losses]) for loss in part]
     shown = first_few([f"{loss:.4g}" for loss in losses], _SHOWN)

@@ -81,8 +81,7 @@ class PreparedRun:
 
 class Start:
     """A start of a run. A dry run takes those of its steps that write nothing. ``look_only``: leave the run folder as it is,
-    damaged and half written checkpoints too.
-    """
+    damaged and half written checkpoints too."""
 
     def __init__(self, config: Config, world: World, look_only: bool = False) -> None:
         self.config, self.world, self.look_only = config, world, look_only
@@ -90,8 +89,7 @@ class Start:
 
     def open_run(self, stop: StopSignal, heartbeat: Heartbeat, recipe: Recipe | None = None) -> Run | None:
         """Start the run, or resume it from its newest intact checkpoint; None if nothing is left to train. Collective.
-        ``recipe``: what the config is made from, to say where they differ; None: unknown.
-        """
+        ``recipe``: what the config is made from, to say where they differ; None: unknown."""
         data = self.open_data()
         lock = open_run_folder(self.folder, self.world)
         try:
@@ -110,8 +108,7 @@ class Start:
 
     def open_data(self, cached: bool = True) -> RunData:
         """Open both shard sets, by way of the node's cache if there is one and ``cached``. Raises UserError: they are not
-        intact, or do not fit the config or each other.
-        """
+        intact, or do not fit the config or each other."""
         data, cache, readers = self.config.data, cache_of(self.config.data) if cached else None, self.world.size
         train_set = open_training_set(data.path, data.mix, readers=readers, cache=cache)
         val_set = ShardSet(data.path, "val", readers=readers, cache=cache)
@@ -121,8 +118,7 @@ class Start:
 
     def find_checkpoint(self, train_set: ShardSet | MixedSet) -> Verified | None:
         """The checkpoint that the run resumes from, None for a new run. Collective. Raises UserError: no checkpoint is intact,
-        or they are of another config or data set.
-        """
+        or they are of another config or data set."""
         if not self.look_only:
             do_in_main(lambda: sweep(self.folder), self.world)
         verified = newest_intact(self.folder, self.world, set_aside_damaged=not self.look_only)

@@ -219,10 +219,6 @@ class VisionModel(nn.Module):
         """Prefixes of the names of each block's parameters, such as ``stages.2.blocks.0.``, in order of execution."""
         return [f"{name}." for name, _ in self.named_modules() if re.fullmatch(r"(\w+\.\d+\.)?blocks\.\d+", name)]
 
-    def in_features_only(self, name: str) -> bool:
-        """Whether a parameter of that name is one that the feature form has and the classifier lacks."""
-        return name.startswith("output_norms.")
-
     def position_names(self) -> set[str]:
         """Position embeddings (..., tokens, D), which are resampled when weights are transferred to another image size."""
         return {name for name, _ in self.named_parameters() if name == "position_embedding.weight"}

@@ -67,8 +67,7 @@ class PhiModel(VisionModel):
 
     def add_phi_inputs(self, heads: int, side: int, design: PhiDesign) -> None:
         """Create the modules shared by all layers: the scales of the distances, and the distances themselves if learned.
-        ``side``: rows and columns of the patch grid, at least 2; fixed for the model only if distances are learned.
-        """
+        ``side``: rows and columns of the patch grid, at least 2; fixed for the model only if distances are learned."""
         if side < 2:
             raise UserError(f"model.image_size gives {side} x {side} patches, but Φp requires at least 2 x 2", "set it to 32")
         self.phi_design = design

@@ -83,8 +83,7 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 class WrappedClassifier(VisionModel):
     """The classifier ``net``, whose modules of stochastic depth are exchanged for :class:`~StreamDropPath`. ``heads``: names of
-    its classifiers' modules. Raises UserError: the network has no activation checkpointing.
-    """
+    its classifiers' modules. Raises UserError: the network has no activation checkpointing."""
 
     library = "its code"
 
@@ -132,25 +131,17 @@ class WrappedClassifier(VisionModel):
         for path in self._streamed:
             path.take(None if scales is None else scales[:, column : column + path.calls])
             column += path.calls
-        self._let_norms_update()
+        for norm, momentum in zip(self._norms, self._momenta):  # as before, where nobody has set one since
+            norm.momentum = momentum if norm.momentum == 0.0 else norm.momentum
+        self._momenta = []
         with seeded(self.generator_seed if self.training and self.draws_from_generator else None, images.device):
             scores = self.net(images)
         if self.training and self.activation_checkpointing:
-            self._keep_norms()
+            # The recomputation in the backward pass must not update BatchNorm's statistics once more.
+            self._momenta = [norm.momentum for norm in self._norms]
+            for norm in self._norms:
+                norm.momentum = 0.0
         return scores
-
-    def _keep_norms(self) -> None:
-        """The recomputation in the backward pass must not update BatchNorm's statistics once more."""
-        self._momenta = [norm.momentum for norm in self._norms]
-        for norm in self._norms:
-            norm.momentum = 0.0
-
-    def _let_norms_update(self) -> None:
-        """Undo :meth:`_keep_norms` where nobody has set a momentum since."""
-        for norm, momentum in zip(self._norms, self._momenta):
-            if norm.momentum == 0.0:
-                norm.momentum = momentum
-        self._momenta = []
 
     def whole(self) -> tuple[nn.Module, str]:
         return self.net, "forward"
@@ -210,8 +201,7 @@ class TimmClassifier(WrappedClassifier):
 
     def prepared_weights(self, weights: Mapping[str, Tensor], source: str) -> Mapping[str, Tensor]:
         """Weights under timm's names, the authors' or ours (``net.`` before timm's) through timm's own filter, which renames and resamples
-        what this model needs. Raises UserError: the filter fails on them.
-        """
+        what this model needs. Raises UserError: the filter fails on them."""
         plain = {name.removeprefix(NET): value for name, value in weights.items()}
         convert = self._checkpoint_filter()
         if convert is not None:

@@ -189,8 +189,7 @@ class FolderConfig(BaseModel):
 
 def read_folder_config(folder: Path) -> FolderConfig:
     """Read and check ``config.json``. Raises UserError: it is missing or damaged, or its class names are not as many as its
-    classes.
-    """
+    classes."""
     path = folder / CONFIG
     try:
         tree = json.loads(path.read_bytes())
@@ -225,8 +224,7 @@ def read_folder_weights(folder: Path, what: str | None = None) -> tuple[dict[str
 def read_timm_folder(folder: Path) -> tuple[VisionModel, Description, bool]:
     """Build the model of a folder, in eval mode on the CPU. Returns the model; a description of it; whether the folder names
     its classes, else the description has their numbers. Raises UserError: the folder is damaged, its architecture or
-    preprocessing is none of ours, or its weights do not fit.
-    """
+    preprocessing is none of ours, or its weights do not fit."""
     config, path = read_folder_config(folder), folder / CONFIG
     name, switches, has_our_names = _model_of_timm(config.architecture.partition(".")[0], config.model_args, path)
     images = config.pretrained_cfg

@@ -20,8 +20,7 @@ CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bi
 
 def check_timm_name(name: str) -> None:
     """See that timm has the model ``timm:NAME``, without importing timm. Raises UserError: timm is not installed, it has no
-    such model, or the name is of weights, a folder or a repository.
-    """
+    such model, or the name is of weights, a folder or a repository."""
     architecture = name.removeprefix(TIMM_PREFIX)
     if ":" in architecture or "/" in architecture:
         problem = f"model.name must be a name of timm's list, got {name}, a folder or a repository"
@@ -59,8 +58,7 @@ def is_timm_folder(path: Path) -> bool:
 
 def weights_folder(source: str) -> Path:
     """The folder in timm's layout with the weights ``timm:NAME.TAG``, downloaded from the hub unless it is in its cache. Raises
-    UserError: the hub has no such weights or is not reached, ``huggingface_hub`` is missing, or there is no tag.
-    """
+    UserError: the hub has no such weights or is not reached, ``huggingface_hub`` is missing, or there is no tag."""
     name = source.removeprefix(TIMM_PREFIX)
     tag = "" if "." in name else _TAGS.get(name.partition("_")[0])
     if tag is None:

@@ -58,8 +58,7 @@ class Trial:
 
 def import_library(library: str, user: str) -> ModuleType:
     """timm or torchvision, which ``user``, such as a config key, requires. Raises UserError: it is not installed, or does not
-    load beside this PyTorch.
-    """
+    load beside this PyTorch."""
     try:
         return importlib.import_module(library)
     except Exception as error:  # missing, or its operators are of another build of PyTorch: RuntimeError or OSError
@@ -73,8 +72,7 @@ def import_timm() -> ModuleType:
 
 def tagged_network(name: str, num_classes: int, key: str) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
     """A network of timm, whose name may have the tag of its weights, with random weights; and the mean and deviation that it
-    expects. Raises UserError: timm knows no such tag; ``key`` is that of the config which names the network.
-    """
+    expects. Raises UserError: timm knows no such tag; ``key`` is that of the config which names the network."""
     try:
         network = import_timm().create_model(name, pretrained=False, num_classes=num_classes)
     except RuntimeError as error:
@@ -111,19 +109,17 @@ def build_network(name: str, num_classes: int, image_size: int, drop_path: float
                 problem = f"model.drop_path is above 0, but {name} takes no drop_path_rate"
                 raise UserError(problem, "set model.drop_path=0") from None
             if unexpected in switches:
-                raise _unknown_switch(name, unexpected) from None
+                known = sorted(arguments_of(name))
+                close = difflib.get_close_matches(unexpected, known, n=1)
+                remedy = f"did you mean {close[0]!r}?" if close else f"its arguments are: {', '.join(known)}."
+                raise UserError(
+                    f"model.switches: unknown switch {unexpected!r}, which {name} does not take: {remedy}"
+                ) from None
             if unexpected not in dispensable or unexpected not in arguments:
                 raise _refusal(name, "", switches, error) from None
             del arguments[unexpected]
         except Exception as error:  # of a constructor, about sizes or settings
             raise _refusal(name, f" for model.image_size {image_size}", switches, error) from None
-
-
-def _unknown_switch(name: str, switch: str) -> UserError:
-    known = sorted(arguments_of(name))
-    close = difflib.get_close_matches(switch, known, n=1)
-    remedy = f"did you mean {close[0]!r}?" if close else f"its arguments are: {', '.join(known)}."
-    return UserError(f"model.switches: unknown switch {switch!r}, which {name} does not take: {remedy}")
 
 
 def _refusal(name: str, size: str, switches: Mapping[str, Any], error: Exception) -> UserError:

@@ -96,8 +96,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
     """Read the tensors of a safetensors file and their description, None if it has none. Raises UserError: the file is missing
-    or damaged, or its description is.
-    """
+    or damaged, or its description is."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read()  # not memory-mapped: changes to the file would change the weights, truncation would raise SIGBUS
@@ -113,8 +112,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
 
 def read_exported(path: Path) -> tuple[VisionModel, Description]:
     """Build the model of an exported file, under either naming, in eval mode on the CPU. Raises UserError: the file is missing,
-    damaged or not an exported model, or its weights are not finite.
-    """
+    damaged or not an exported model, or its weights are not finite."""
     weights, description = read_tensors(path)
     if description is None:
         remedy = f"build the model with create_model and load the file's {len(weights)} tensors with load_state_dict"
@@ -124,8 +122,7 @@ def read_exported(path: Path) -> tuple[VisionModel, Description]:
 
 def build_described(path: Path, weights: Mapping[str, Tensor], description: Description) -> VisionModel:
     """Build the model of a description with its weights, from ``path``, in eval mode on the CPU. Raises UserError: the weights
-    are not those of such a model, or not finite.
-    """
+    are not those of such a model, or not finite."""
     check_finite(weights, source=str(path))
     check_trusted(description.model, path)
     try:
@@ -165,8 +162,7 @@ def _create(description: Description) -> VisionModel:
 
 def read_pickled(path: Path, what: str) -> dict[str, Tensor]:
     """Read a state dict of ``torch.save``, at the top level or under ``model`` or ``state_dict``; ``what`` names it in
-    messages. Raises UserError: it cannot be read, names something that could run code, or holds no state dict.
-    """
+    messages. Raises UserError: it cannot be read, names something that could run code, or holds no state dict."""
     try:
         # The papers' checkpoints hold their command line as a Namespace, which keeps what it is given and runs nothing.
         with open(open_regular(path), "rb") as file, torch.serialization.safe_globals([Namespace]):

@@ -93,7 +93,7 @@ def names_without_head(model: VisionModel, names: Iterable[str]) -> set[str]:
 
 def added_names(model: VisionModel, given: Iterable[str]) -> set[str]:
     """Weights of a feature form that a classifier's weights lack; none if any of them is among ``given``."""
-    added = {name for name in model.state_dict() if model.in_features_only(name)}
+    added = {name for name in model.state_dict() if name.startswith("output_norms.")}
     return set() if added & set(given) else added
 
 
@@ -109,8 +109,7 @@ def _renamed(name: str, pairs: NamePairs) -> str:
 
 def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], problem: str, remedy: str) -> None:
     """Load a state dict. Raises UserError: its tensors' names or shapes are not the model's: ``problem``, how they differ, and
-    ``remedy``.
-    """
+    ``remedy``."""
     own = model.state_dict()
     shapes = [
         f"{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
@@ -132,8 +131,7 @@ def listed_misfits(missing: Sequence[str], unknown: Sequence[str], shapes: Seque
 def recognise(weights: Mapping[str, Tensor], source: str) -> tuple[str, int, int, Names]:
     """Find the model, with the switches of its paper, that a state dict under our names or the authors' is of. Returns its
     name, number of classes, image size (the paper's where the weights do not depend on it), and whose names these are. Raises
-    UserError: it is of none.
-    """
+    UserError: it is of none."""
     heads = [weights[name] for name in _HEADS if name in weights and weights[name].ndim == 2]
     closest: tuple[int, str] | None = None
     for name in list_models() if heads else ():
