@@ -23,6 +23,7 @@ _ROUNDS = 2  # turns of each; the better one counts, so that something slow in o
 _MEASURED = 10  # micro-batches at the end of a turn
 
 OpenLoader = Callable[[Iterator[int], str, BadSamples], Loader[TrainBatches]]
+Seconds = dict[str, float]  # of a micro-batch, by data.decode
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,7 @@ class TrialLoader:
     """
 
     def __init__(
-        self,
-        batches: TrainBatches,
-        turns: Turns,
-        bad: BadSamples,
-        open_loader: OpenLoader,
-        choose: Callable[[dict[str, float]], str],
+        self, batches: TrainBatches, turns: Turns, bad: BadSamples, open_loader: OpenLoader, choose: Callable[[Seconds], str]
     ) -> None:
         self.batches, self.bad, self.decode = batches, bad, AUTO
         self._turns, self._choose = turns, choose

@@ -75,7 +75,7 @@ class Compilation:
     Args:
         kind: "off", "blocks", "model" or "graphs"; as an attribute also "off" after compiling has failed, "model" after capturing has.
         precision: "bf16" or "fp32".
-        run_folder: names the folder where compiled code is kept.
+        folder: of the run, which names the one where compiled code is kept.
         objective: gets the compiled loss.
         captures: of "graphs", whether steps are to be captured as a whole.
 
@@ -85,17 +85,10 @@ class Compilation:
     """
 
     def __init__(
-        self,
-        kind: str,
-        precision: str,
-        run_folder: Path,
-        world: World,
-        model: VisionModel,
-        objective: Objective,
-        captures: bool = False,
+        self, kind: str, precision: str, folder: Path, world: World, model: VisionModel, objective: Objective, captures: bool
     ) -> None:
         self._model_graphs, self.captures = kind == GRAPHS and not captures, captures
-        self.kind, self._precision, self._run_folder = kind, precision, run_folder
+        self.kind, self._precision, self._run_folder = kind, precision, folder
         self._world, self._model, self._objective = world, model, objective
         self.pending, self._first_rank = kind != OFF, world.rank
         self._replaced: list[tuple[nn.Module, str]] = []

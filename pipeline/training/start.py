@@ -161,15 +161,8 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         train_state.engine.decide_on_the_device(config.train.max_skipped_steps - skipped)  # type: ignore[attr-defined]
     elif settled.compile == GRAPHS:
         say_once(world, f"train.compile=graphs captures the passes of a micro-batch, not the whole step: {obstacle}")
-    compilation = Compilation(
-        settled.compile,
-        settled.precision.name,
-        folder,
-        world,
-        train_state.engine.module,
-        train_state.objective,
-        obstacle is None,
-    )
+    model, objective, precision = train_state.engine.module, train_state.objective, settled.precision.name
+    compilation = Compilation(settled.compile, precision, folder, world, model, objective, obstacle is None)
     run = Run(
         config=config,
         world=world,
