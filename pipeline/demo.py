@@ -21,7 +21,6 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from pipeline.command_line import run_command
@@ -79,11 +78,7 @@ def _run(*command: str, output: int | None = None) -> None:
     """Run a step to its end, whatever signals come; exit as it does if it fails."""
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"  # the launcher takes the python on it
     process = subprocess.Popen(command, stdout=output, env={**os.environ, "PATH": path})
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
-
-    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the step by itself, which says what it has saved
     code = process.wait()
     if code:
@@ -91,14 +86,7 @@ def _run(*command: str, output: int | None = None) -> None:
 
 
 def summary(result: dict[str, Any], run: Path, seconds: int, processes: int) -> str:
-    """What the demo ends with: the model, its accuracy, where it is, and what to try next.
-
-    Args:
-        result: what ``pipeline.evaluate --json`` wrote.
-        run: the run folder.
-        seconds: wall time of the demo.
-        processes: the world size of the training.
-    """
+    """What the demo ends with: the model, its accuracy (``result``, as ``evaluate --json`` writes it), where it is, what to try next."""
     import yaml
 
     steps = [row for row in map(json.loads, (run / METRICS).read_text().splitlines()) if "lr" in row]

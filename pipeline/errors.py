@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,12 @@ def first_invalid(error: Any, whole: str = "the file") -> str:
 def first_few(names: Sequence[str], most: int = 3) -> str:
     """The first of several names, for a message: ``a, b, c, ...``."""
     return ", ".join([*names[:most], *["..."] * (len(names) > most)])
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, form: str = "{}") -> str:
+    """The remedy for an unknown name: the one of ``known`` that is closest, in a ``form``, or ``otherwise``."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {form.format(close[0])}?" if close else otherwise
 
 
 def counted(number: int, word: str) -> str:

@@ -13,7 +13,6 @@ folder as published, or shards of it). If the run kept an average of its weights
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
-from pipeline.files import check_writable
+from pipeline.files import check_writable, write_json
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked, warn
 from pipeline.metrics import tells_top5
 from pipeline.stores.place import place_argument
@@ -59,8 +58,7 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.logs import console
     from pipeline.shards.image_folder import check_data, open_split
 
-    if args.json:
-        check_writable(args.json)
+    check_writable(args.json)
     if args.predictions:
         check_file("--predictions", args.predictions)
     check_source(args.checkpoint, args.step)
@@ -151,8 +149,7 @@ def run(args: argparse.Namespace) -> None:
         rows_of_sets.append(row)
     if world.is_main:
         print(fitted(table(rows_of_sets, precision.reason), sys.stdout))
-        if args.json:
-            args.json.write_text(json.dumps(rows_of_sets if args.set else rows_of_sets[0], indent=1) + "\n")
+        write_json(args.json, rows_of_sets if args.set else rows_of_sets[0])
     disconnect()
 
 

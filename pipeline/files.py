@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -89,8 +90,16 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_writable(path: Path) -> None:
-    """Check, before the work begins, that its result can be written to the file ``path``; if not, a ``UserError``."""
+def write_json(path: Path | None, content: object) -> None:
+    """Write what ``--json FILE`` asks for; None: nothing."""
+    if path:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def check_writable(path: Path | None) -> None:
+    """Check, before the work begins, that its result can be written to the file ``path``, if any; if not, a ``UserError``."""
+    if path is None:
+        return
     if path.is_dir():
         raise UserError(f"{path} must be a file, got a folder", "add a file name")
     folder = path.absolute().parent
@@ -160,8 +169,11 @@ def write_error(path: Path, error: OSError) -> UserError:
     """The error for a file of a run folder that could not be written; a :class:`DiskRefuses` if a retry may help."""
     go_on = "and start again: the run resumes from its newest checkpoint"
     if error.errno in _FULL:
+        free = "its free space cannot be asked for"
+        with suppress(OSError):
+            free = f"{free_bytes(path.parent) / 1e6:.1f} MB free"
         return DiskRefuses(
-            f"{path} cannot be written: its disk is full ({_free_mb(path)}, {disk_reason(path, error)}): free some space {go_on}."
+            f"{path} cannot be written: its disk is full ({free}, {disk_reason(path, error)}): free some space {go_on}."
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
         problem = f"{path} cannot be written: it, or its folder, was removed while the run went on"
@@ -230,10 +242,3 @@ def disk_reason(path: Path, error: OSError) -> str:
         return reason
     no_inode = error.errno == errno.ENOSPC and space.f_files > 0 and space.f_favail == 0
     return f"{reason}, 0 inodes free: too many files" if no_inode else reason
-
-
-def _free_mb(path: Path) -> str:
-    try:
-        return f"{free_bytes(path.parent) / 1e6:.1f} MB free"
-    except OSError:
-        return "its free space cannot be asked for"

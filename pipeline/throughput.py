@@ -9,14 +9,13 @@ paper: ConViT's Table 1 is of a Quadro GP100 and batches of 128, LSAT's Tables 3
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
-from pipeline.files import check_writable
+from pipeline.files import check_writable, write_json
 from pipeline.models.registry import check_name
 from pipeline.terminal import Stage
 
@@ -32,8 +31,7 @@ def main() -> None:
     add("--image-size", type=int, help="in pixels (default: that of the model's paper)")
     add("--json", type=Path, metavar="FILE", help="also write the rows to this file")
     args = parser.parse_args()
-    if args.json:
-        check_writable(args.json)
+    check_writable(args.json)
     for name in args.models:
         check_name(name)
     from pipeline.cluster.rendezvous import disconnect, init_world  # imported late: PyTorch takes seconds
@@ -47,8 +45,7 @@ def main() -> None:
         rates = (f"{row[key]:>9,.1f}" if row[key] else f"{'':>9}" for key in ("fp32", "bf16", "paper"))
         print(f"{row['model']:<14} {row['image_size']:>5} {row['params'] / 1e6:>8.1f} {row['batch_size']:>5} {' '.join(rates)}")
     print(rows[0]["device"])
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(args.json, rows)
 
 
 def measure(name: str, batch_size: int | None, image_size: int | None, device: Any) -> dict[str, Any]:

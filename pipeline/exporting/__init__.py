@@ -13,14 +13,13 @@ lines of Python that load the export called ``name``.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import UserError, first_invalid
+from pipeline.errors import UserError, did_you_mean, first_invalid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,8 +65,7 @@ FORMATS = {form.name: form for form in _ALL}
 def find_format(name: str) -> Format:
     """The format of that name. Raises UserError: there is none."""
     if name not in FORMATS:
-        close = difflib.get_close_matches(name, FORMATS, n=1)
-        remedy = f"did you mean {close[0]}?" if close else "pass one of these"
+        remedy = did_you_mean(name, FORMATS, "pass one of these")
         raise UserError(f"--format must be one of {', '.join(FORMATS)}, got {name!r}", remedy)
     return FORMATS[name]
 

@@ -7,7 +7,6 @@ else needs them.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.config import Config, TrainConfig
-from pipeline.errors import UserError, first_line
+from pipeline.errors import UserError, did_you_mean, first_line
 from pipeline.inference.trained import read_trained
 from pipeline.models.timm.network import import_library, tagged_network
 from pipeline.models.weights.reference_names import load_fitting
@@ -141,8 +140,7 @@ def _check_name(library: str, name: str, module: ModuleType) -> None:
         known = module.models.list_models(module=module.models)  # classification alone
         found = name in known
     if not found:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {library}:{close[0]}?" if close else f"{library}.list_models() has the names"
+        hint = did_you_mean(name, known, f"{library}.list_models() has the names", f"{library}:{{}}")
         raise UserError(f"train.teacher must name a classifier of {library}, got {library}:{name}", hint)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
@@ -10,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import entry_points
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import section_from_dict
-from pipeline.errors import UserError
+from pipeline.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -102,16 +101,13 @@ def check_name(name: str) -> None:
     """Raise a UserError unless there is a model of that name, one of ours, ``timm:NAME``, ``module:build`` or of an entry point; imports
     none."""
     if is_timm(name):
-        _timm("names").check_timm_name(name)
+        importlib.import_module("pipeline.models.timm.names").check_timm_name(name)
         return
     known = list_models()
     if name not in known and not import_path(name):
-        close = difflib.get_close_matches(name, known, n=1)
-        remedy = f"did you mean {close[0]!r}?" if close else "choose one of these"
-        raise UserError(
-            f"model.name must be timm:NAME, module:build or one of {', '.join([*known, *installed_models()])}, got {name!r}",
-            remedy,
-        )
+        these = ", ".join([*known, *installed_models()])
+        remedy = did_you_mean(name, known, "choose one of these", "{!r}")
+        raise UserError(f"model.name must be timm:NAME, module:build or one of {these}, got {name!r}", remedy)
 
 
 def model_entry(name: str) -> ModelEntry:
@@ -119,7 +115,7 @@ def model_entry(name: str) -> ModelEntry:
     entry: ModelEntry
     check_name(name)
     if is_timm(name):
-        entry = _timm("classifier").timm_entry(name)
+        entry = importlib.import_module("pipeline.models.timm.classifier").timm_entry(name)
         return entry
     if name not in list_models():
         entry = importlib.import_module("pipeline.models.imported").imported_entry(name)
@@ -137,21 +133,10 @@ def check_trusted(name: str, source: object) -> None:
             raise UserError(f"{source} is of the model {name}, whose code would run", f"set {TRUSTED}={name} if you trust it")
 
 
-def _timm(module: str) -> ModuleType:
-    """A module of the family of timm's models, which is imported like the others when one of them is asked for."""
-    return importlib.import_module(f"pipeline.models.timm.{module}")
-
-
 def model_of(config: Config) -> VisionModel:
     """The model that a config describes, randomly initialized; raises what :func:`create_model` raises."""
-    model = create_model(
-        config.model.name,
-        config.model.num_classes,
-        config.model.image_size,
-        config.model.drop_path,
-        config.train.activation_checkpointing,
-        config.model.arguments,
-    )
+    its, recompute = config.model, config.train.activation_checkpointing
+    model = create_model(its.name, its.num_classes, its.image_size, its.drop_path, recompute, its.arguments)
     if config.train.freeze:
         model.freeze(config.train.freeze)
     return model

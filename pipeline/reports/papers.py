@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +11,7 @@ from typing import Any
 from pipeline.config import decides_weights, find_recipe, load_config
 from pipeline.config.loading import shipped_names, shipped_recipe
 from pipeline.config.tables import ABLATIONS, PaperRow, PaperTable, heading, paper_tables
-from pipeline.errors import UserError
+from pipeline.errors import UserError, did_you_mean
 from pipeline.runs.folder import RunFolder, flat_config
 
 # No figure of a paper is about these, beside the keys that do not decide the weights.
@@ -106,8 +105,7 @@ def find_table(name: str) -> PaperTable:
     tables = paper_tables()
     if name in tables:
         return tables[name]
-    close = difflib.get_close_matches(name, tables, n=1)
-    remedy = f"did you mean {close[0]}?" if close else "`pervit report --table list` lists them."
+    remedy = did_you_mean(name, tables, "`pervit report --table list` lists them.")
     raise UserError(f"--table must be a table of the papers, got {name}: {remedy}")
 
 

@@ -3,14 +3,13 @@ PyTorch."""
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 import re
 from functools import cache
 from pathlib import Path
 
-from pipeline.errors import UserError, first_line, missing_extra
+from pipeline.errors import UserError, did_you_mean, first_line, missing_extra
 from pipeline.models.registry import TIMM_PREFIX
 
 # timm's default tags of the architectures that this project has too, by the word that their names begin with.
@@ -33,8 +32,7 @@ def check_timm_name(name: str) -> None:
         problem = f"model.name must be an architecture, got {name}, whose part {tag!r} names weights"
         raise UserError(problem, f"write model.name={TIMM_PREFIX}{plain} train.init_from={name}")
     if known and architecture not in known:
-        close = difflib.get_close_matches(plain, known, n=1)
-        hint = f"did you mean {TIMM_PREFIX}{close[0]}?" if close else "timm.list_models() has the names"
+        hint = did_you_mean(plain, known, "timm.list_models() has the names", f"{TIMM_PREFIX}{{}}")
         raise UserError(f"model.name must be a model of timm's list, got {name}", hint)
 
 
@@ -44,11 +42,8 @@ def defined_names() -> frozenset[str]:
     spec = importlib.util.find_spec("timm")
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or [] for file in Path(folder, "models").glob("*.py")]
-    return frozenset(
-        name
-        for file in files
-        for name in re.findall(r"^@register_model\s*\ndef (\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
-    )
+    registers = re.compile(r"^@register_model\s*\ndef (\w+)\(", re.MULTILINE)
+    return frozenset(name for file in files for name in registers.findall(file.read_text(encoding="utf-8")))
 
 
 def is_timm_folder(path: Path) -> bool:

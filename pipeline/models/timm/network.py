@@ -3,7 +3,6 @@ draws, its features."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import json
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.errors import UserError, first_line, missing_extra
+from pipeline.errors import UserError, did_you_mean, first_line, missing_extra
 from pipeline.models.registry import TIMM_PREFIX
 
 _RESERVED = {  # arguments of timm.create_model that a switch must not set -> what sets them
@@ -110,8 +109,7 @@ def build_network(name: str, num_classes: int, image_size: int, drop_path: float
                 raise UserError(problem, "set model.drop_path=0") from None
             if unexpected in switches:
                 known = sorted(arguments_of(name))
-                close = difflib.get_close_matches(unexpected, known, n=1)
-                remedy = f"did you mean {close[0]!r}?" if close else f"its arguments are: {', '.join(known)}."
+                remedy = did_you_mean(unexpected, known, f"its arguments are: {', '.join(known)}.", "{!r}")
                 raise UserError(
                     f"model.switches: unknown switch {unexpected!r}, which {name} does not take: {remedy}"
                 ) from None
