@@ -121,19 +121,12 @@ def sample_images(image_size: int, batch: int) -> Tensor:
 
 
 def compare(subject: Subject, run: Callable[[Tensor], Tensor], precision: str, of: str) -> float:
-    """Compare scores for the batch sizes of ``BATCHES``.
+    """Compare scores for the batch sizes of ``BATCHES``; returns the largest difference, relative to the largest score of its batch.
 
     Args:
-        subject: the model.
         run: the export, (B, 3, S, S) float32 -> (B, classes).
-        precision: of the export, or ``timm``: its tolerance is in ``TOLERANCE``.
+        precision: of the export, or ``timm``: its tolerance is in ``TOLERANCE``, above which it is a ``UserError``.
         of: what was exported, and what ran it, for the message.
-
-    Returns:
-        The largest difference of a score, relative to the largest score of its batch.
-
-    Raises:
-        UserError: it is above the tolerance, or a score is not finite.
     """
     import torch
 
@@ -147,18 +140,14 @@ def compare(subject: Subject, run: Callable[[Tensor], Tensor], precision: str, o
             raise UserError(f"{of} must give scores of shape {tuple(expected.shape)}, got {tuple(found.shape)}", _REMEDY)
         difference = ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
         if not difference <= TOLERANCE[precision]:  # NaN too
-            raise UserError(
-                f"{of} must give the model's scores to {TOLERANCE[precision]:.0e} of the largest with {precision}, got a difference of "
-                f"{difference:.1e}: nothing was written",
-                "try --precision fp32" if precision == "fp16" else _REMEDY,
-            )
+            must = f"must give the model's scores to {TOLERANCE[precision]:.0e} of the largest with {precision}"
+            problem = f"{of} {must}, got a difference of {difference:.1e}: nothing was written"
+            raise UserError(problem, "try --precision fp32" if precision == "fp16" else _REMEDY)
         worst = max(worst, difference)
     return worst
 
 
 def checked(difference: float, precision: str, by: str) -> str:
     """A line for the card."""
-    return (
-        f"scores of batches of {' and '.join(map(str, BATCHES))} differ from the model's by at most {difference:.1e} of the largest "
-        f"score in {by} (allowed: {TOLERANCE[precision]:.0e})"
-    )
+    sizes, most = " and ".join(map(str, BATCHES)), f"at most {difference:.1e} of the largest score in {by}"
+    return f"scores of batches of {sizes} differ from the model's by {most} (allowed: {TOLERANCE[precision]:.0e})"

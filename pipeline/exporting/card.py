@@ -117,13 +117,10 @@ def _recipe(known: Training) -> str:
         return ""
     import yaml
 
-    kept = {
-        section: {key: value for key, value in known.config[section].items() if key not in _MACHINE.get(section, ())}
-        if isinstance(known.config[section], dict)
-        else known.config[section]
-        for section in _RECIPE
-        if section in known.config
-    }
+    kept = {section: known.config[section] for section in _RECIPE if section in known.config}
+    for section, left_out in _MACHINE.items():
+        if section in kept:
+            kept[section] = {key: value for key, value in kept[section].items() if key not in left_out}
     text = yaml.safe_dump(kept, sort_keys=False, default_flow_style=None, width=110).rstrip()
     return f"<details><summary>Recipe</summary>\n\n```yaml\n{text}\n```\n\n</details>"
 
@@ -156,10 +153,7 @@ def _versions(versions: dict[str, str]) -> str:
 
 
 def _table(lines: Facts) -> str:
-    rows = (f"| {name} | {_cell(text)} |" for name, text in lines.items())
+    # Names come from files: nothing in them may end the cell or the line.
+    cells = {name: " ".join(text.replace("|", "\\|").split()) for name, text in lines.items()}
+    rows = (f"| {name} | {text} |" for name, text in cells.items())
     return "\n".join(["| | |", "|---|---|", *rows])
-
-
-def _cell(text: str) -> str:
-    """Names come from files: nothing in them may end the cell or the line."""
-    return " ".join(text.replace("|", "\\|").split())

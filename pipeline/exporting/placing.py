@@ -98,11 +98,11 @@ def find_place(output: Path, form: Format, force: bool) -> Place:
         check_writable(output)
         taken = output.exists()
     else:
-        others = {each.ending: each.name for each in FORMATS.values() if each.ending}
-        if output.suffix in others:
+        formats = {each.ending: each.name for each in FORMATS.values() if each.ending}
+        if output.suffix in formats:
             needed = f"a {form.ending} file or a folder" if form.ending else "a folder"
             problem = f"--output must be {needed} for --format {form.name}, got {output}"
-            raise UserError(problem, f"change it, or pass --format {others[output.suffix]}")
+            raise UserError(problem, f"change it, or pass --format {formats[output.suffix]}")
         place = Place(output, f"model{form.ending}" if form.ending else None, folder=True)
         if output.exists() and not output.is_dir():
             raise UserError(f"--output must be a folder, got the file {output}", "choose another")
@@ -110,19 +110,12 @@ def find_place(output: Path, form: Format, force: bool) -> Place:
         taken = output.is_dir() and any(output.iterdir())
     if taken and not force:
         raise UserError(f"{output} exists", "choose another --output, or add --force to replace it")
-    if taken and place.folder:
-        _check_is_export(place)
-    return place
-
-
-def _check_is_export(place: Place) -> None:
-    """Refuse to remove a folder that holds anything but an export."""
-    known = {CARD, SUMS, *(name for _, name in _entries(place.sums))} if place.sums.is_file() else set()
-    for path in sorted(place.output.rglob("*")):
-        name = path.relative_to(place.output).as_posix()
-        if not path.is_dir() and name not in known:
-            problem = f"--force must find an export alone in {place.output}, got {name} beside it"
+    if taken and place.folder:  # never remove what is no export
+        known = {CARD, SUMS, *(name for _, name in _entries(place.sums))} if place.sums.is_file() else set()
+        if others := place.files().keys() - known:
+            problem = f"--force must find an export alone in {output}, got {min(others)} beside it"
             raise UserError(problem, "choose another --output, or move the file")
+    return place
 
 
 def verify(path: Path) -> list[str]:

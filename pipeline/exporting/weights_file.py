@@ -68,10 +68,8 @@ def export_timm(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
     reader, run = _reader(path)
     difference = compare(subject, run, "timm", f"the folder, read by {reader},")
     where = "this project's, after `import pipeline.models.timm.for_timm`" if form.registered else "timm's own"
-    return {
-        "Format": f"a folder for timm, architecture `{form.architecture}`, {where}",
-        "Checked": checked(difference, "timm", reader),
-    }
+    what = f"a folder for timm, architecture `{form.architecture}`, {where}"
+    return {"Format": what, "Checked": checked(difference, "timm", reader)}
 
 
 def loading_timm(subject: Subject, name: str) -> list[str]:

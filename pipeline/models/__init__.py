@@ -7,7 +7,6 @@ from pipeline.lazy import lazy_names
 if TYPE_CHECKING:
     from pipeline.models.common.base import as_features
     from pipeline.models.registry import create_model, list_models, model_entry, model_of
-    from pipeline.models.weights.exported import load_exported
     from pipeline.models.weights.reference_names import load_reference_state_dict, reference_state_dict
     from pipeline.models.weights.transfer import load_pretrained
 
@@ -16,7 +15,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     **{
         "common.base": "as_features",
         "registry": "create_model list_models model_entry model_of",
-        "weights.exported": "load_exported",
         "weights.reference_names": "load_reference_state_dict reference_state_dict",
         "weights.transfer": "load_pretrained",
     },

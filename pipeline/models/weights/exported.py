@@ -151,11 +151,6 @@ def parse_description(path: Path, text: str) -> Description:
     raise UserError(f"{path} has a damaged description of its model ({problem})", "export it again")
 
 
-def load_exported(path: Path | str) -> VisionModel:
-    """The model of :func:`read_exported`."""
-    return read_exported(Path(path))[0]
-
-
 def _create(description: Description) -> VisionModel:
     return create_model(description.model, description.num_classes, description.image_size, switches=description.switches)
 

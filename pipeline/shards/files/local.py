@@ -158,7 +158,11 @@ class LocalFiles(SourceFiles):
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            if self._close_half():
+            with self._opening:  # give up those not read for the longest time
+                half = -(-len(self._descriptors) // 2)
+                for _ in range(half):
+                    self._descriptors.popitem(last=False)
+            if half:
                 return self.read(name, offset, size)
             # Too many open files is not the sample's fault.
             raise UserError(f"{self.folder}: {error.strerror}", "raise `ulimit -n`, or use larger shards") from None
@@ -183,11 +187,3 @@ class LocalFiles(SourceFiles):
                     self._descriptors.popitem(last=False)
                 self._descriptors[name] = OpenFile(open_regular(self.folder / name))
             return self._descriptors[name]
-
-    def _close_half(self) -> bool:
-        """Give up those not read for the longest time; False if there are none."""
-        with self._opening:
-            half = -(-len(self._descriptors) // 2)
-            for _ in range(half):
-                self._descriptors.popitem(last=False)
-            return half > 0
