@@ -154,13 +154,10 @@ class StopSignal:
     A context manager. On exit it restores the former handlers, or ignores these signals if one was received: clusters repeat
     them, and a second one must not change the exit code of a process that is shutting down. An ignored SIGHUP (``nohup``) stays
     ignored.
-
-    Attributes:
-        received: the signal's number, or 0.
     """
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received = 0  # number of the signal
 
     def __enter__(self) -> StopSignal:
         numbers = [signal.SIGTERM, signal.SIGUSR1]

@@ -31,7 +31,6 @@ def load_teacher(config: Config, device: torch.device, classes: list[str] | None
     """Load ``train.teacher``: another trained model, as :func:`~pipeline.inference.trained.read_trained` finds it, or a library's network.
 
     Args:
-        config: of the student.
         classes: the student's class names, in order; None: not compared. Libraries do not name theirs.
 
     Returns:

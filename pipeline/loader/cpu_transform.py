@@ -159,10 +159,7 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int,
     top, left = (np.rint(geometry.crop[i] * room).astype(int) - geometry.pad).tolist()
     if 0 <= top <= height - image_size and 0 <= left <= width - image_size:
         return pixels[top : top + image_size, left : left + image_size]
-    rows, columns = (_mirrored(first + np.arange(image_size), side) for first, side in ((top, height), (left, width)))
+    rows, columns = top + np.arange(image_size), left + np.arange(image_size)
+    # Mirrored at the borders, whose own pixels are not repeated; at most side - 1 beyond.
+    rows, columns = ((side - 1) - np.abs((side - 1) - np.abs(at)) for at, side in ((rows, height), (columns, width)))
     return pixels.take(rows, axis=0).take(columns, axis=1)
-
-
-def _mirrored(index: np.ndarray, side: int) -> np.ndarray:
-    """Indices beyond 0 to side - 1 mirrored at these, which are not repeated; at most side - 1 beyond."""
-    return (side - 1) - np.abs((side - 1) - np.abs(index))

@@ -1,8 +1,4 @@
-"""Read, decode and augment batches and yield PyTorch tensors (ARCHITECTURE.md: the life of a batch).
-
-All of it happens in threads of the loader's, and on a GPU on a CUDA stream of its own: the thread that trains only takes batches
-that are finished or, on the device, about to be.
-"""
+"""Read, decode and augment batches and yield PyTorch tensors (ARCHITECTURE.md: the life of a batch)."""
 
 from __future__ import annotations
 

@@ -68,15 +68,12 @@ class TrialLoader:
         open_loader: from the numbers of its batches and ``data.decode``, "gpu" or "cpu", to a loader.
         choose: from the seconds that a batch took, by ``data.decode``, to the one to keep. Called once, in the same call of
             :meth:`__next__` on every rank, so that it can ask the others.
-
-    Attributes:
-        decode: "auto" during the trial, then what is kept.
     """
 
     def __init__(
         self, batches: TrainBatches, turns: Turns, bad: BadSamples, open_loader: OpenLoader, choose: Callable[[Seconds], str]
     ) -> None:
-        self.batches, self.bad, self.decode = batches, bad, AUTO
+        self.batches, self.bad, self.decode = batches, bad, AUTO  # then what is kept
         self._turns, self._choose = turns, choose
         self._loaders = {decode: open_loader(turns.numbers(place), decode, bad) for place, decode in enumerate((GPU, CPU))}
         self._seconds: dict[str, list[float]] = {decode: [] for decode in self._loaders}

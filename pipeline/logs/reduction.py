@@ -69,9 +69,11 @@ class MetricReduction:
         rows: list[dict[str, Any]] = [{} for _ in steps]
         for column, (name, reduction) in enumerate(self._columns.items()):
             if reduction == "slowest":
-                share = self._slowest(name, values[:, :, column].sum(1))
+                shares = values[:, :, column].sum(1)  # (ranks,)
+                rank = int(shares.argmax())
+                where = {f"{name}_rank": rank, f"{name}_host": self._hosts[rank]} if self._world.size > 1 else {}
                 for row in rows:
-                    row |= share
+                    row |= {name: float(shares[rank]), **where}
                 continue
             counts = known[:, :, column].sum(0)  # (steps,)
             reduced = _reduce(values[:, :, column], known[:, :, column] > 0, reduction).tolist()
@@ -80,11 +82,6 @@ class MetricReduction:
                     own_values = step[name].values if name in step and reduction in ("max", "sum") else [value]
                     row[name] = int(value) if all(type(own) is int for own in own_values) else value
         return rows
-
-    def _slowest(self, name: str, shares: Tensor) -> dict[str, Any]:
-        rank = int(shares.argmax())
-        where = {f"{name}_rank": rank, f"{name}_host": self._hosts[rank]} if self._world.size > 1 else {}
-        return {name: float(shares[rank]), **where}
 
 
 def _fetched(steps: Sequence[Mapping[str, Metric]], device: torch.device) -> list[dict[str, list[float]]]:

@@ -54,7 +54,6 @@ def write_run_files(
 
     Args:
         first_step: of this start, counted from 1.
-        precision: the one chosen, and why.
         micro_batch: why the micro-batch has its size, where ``auto`` was asked for.
 
     Returns:
@@ -126,24 +125,22 @@ def _environment(config: Config, world: World) -> dict:
     for name in (*_PACKAGES, "timm") if is_timm(config.model.name) else _PACKAGES:
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
+    commit, git = (
+        None,
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+    )
+    with suppress(OSError, subprocess.CalledProcessError):  # installed without its repository
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
         "packages": packages,
-        "git_commit": _git_commit(),
+        "git_commit": commit,
         "world_size": world.size,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else platform.processor() or "cpu",
         # What squeue and scontrol call the job, ARRAY_TASK in a job array; the rest as Slurm has it. Empty outside of a job.
         "slurm": {**({"job": job} if job else {}), **{name: os.environ[name] for name in _SLURM if name in os.environ}},
     }
-
-
-def _git_commit() -> str | None:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None  # installed without its repository
 
 
 class RunEvents:

@@ -144,19 +144,15 @@ class RunLog:
         self._met = {}
         after = {"bad_samples": len(self.bad_samples), **(self._store.row() if self._store else {})}
         if self._world.is_main:
-            speed = self._speed(len(pending), seconds)
+            rate = len(pending) * self._config.train.global_batch_size / seconds
+            memory, peak_memory = memory_gib(self._world.device)
+            mfu = rate * (self._flops_per_image or 0.0) / (self._peak * self._world.size) if self._peak else None
+            speed = {"images_per_second": rate, "mfu": mfu, "memory_gib": memory, "peak_memory_gib": peak_memory}
             rows = [{**where, **metrics, **speed, **after} for (where, _), metrics in zip(pending, reduced, strict=True)]
             for row in rows:
                 self._add_row(row, group="train")
             self._events.scalars(tensorboard.of_steps(rows), rows[-1]["step"])
             self._show(rows[-1])
-
-    def _speed(self, steps: int, seconds: float) -> dict[str, float | None]:
-        """Throughput, utilization (None on CPUs, or without the FLOPs) and memory of some steps."""
-        rate = steps * self._config.train.global_batch_size / seconds
-        memory, peak_memory = memory_gib(self._world.device)
-        mfu = rate * (self._flops_per_image or 0.0) / (self._peak * self._world.size) if self._peak else None
-        return {"images_per_second": rate, "mfu": mfu, "memory_gib": memory, "peak_memory_gib": peak_memory}
 
     def evaluation(self, step: int, results: dict[str, dict[str, Any]]) -> None:
         """Write an evaluation's results by name of the weights (``model``, ``ema``). Collective. Raises UserError: on every
@@ -270,15 +266,13 @@ class RunLog:
         """Show progress at a step; a narrow terminal goes without as many of ``least`` as it takes."""
         self._shown_at = time.perf_counter()
         begin = f"step {step}/{self._last_step} epoch {self._schedule.epoch(step):.2f} loss {loss:.4f}"
-        self.say(shortened([begin, *parts, self._time_left(step)], least, sys.stdout))
-
-    def _time_left(self, step: int) -> str:
-        """Extrapolated from this start, evaluations and checkpoints included, without its first step, which is slow."""
         assert self._pace  # from the first step on
-        first, began = self._pace
-        if not first < step < self._last_step:
-            return ""
-        return f"{console.duration((time.perf_counter() - began) / (step - first) * (self._last_step - step))} left"
+        (first, began), left = self._pace, ""
+        if (
+            first < step < self._last_step
+        ):  # from this start, evaluations and checkpoints included, without its first step, which is slow
+            left = f"{console.duration((time.perf_counter() - began) / (step - first) * (self._last_step - step))} left"
+        self.say(shortened([begin, *parts, left], least, sys.stdout))
 
 
 def drop_rows_after(metrics: Path, step: int) -> None:

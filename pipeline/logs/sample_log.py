@@ -43,14 +43,10 @@ class SampleLog:
 
     def add(self, request: BatchRequest) -> None:
         """Add a micro-batch to the current step."""
-        values = {
-            "epoch": request.epoch.tolist(),
-            "position": request.position.tolist(),
-            "sample": request.index.tolist(),
-            "augmentation": augmentation_digests(request),
-        }
-        for name, of_images in values.items():
-            self._step[name].extend(of_images)
+        self._step["epoch"] += request.epoch.tolist()
+        self._step["position"] += request.position.tolist()
+        self._step["sample"] += request.index.tolist()
+        self._step["augmentation"] += augmentation_digests(request)
 
     def write(self, step: int) -> None:
         """Write the line of a step. The kernel has it when this returns, so a kill loses nothing."""

@@ -2,8 +2,7 @@
 Biases", ICML 2021; layouts: Table 1).
 
 A DeiT whose first ten blocks use gated positional self-attention (GPSA, Sec. 2 and 3, Eq. 4 to 7); the class token is appended to the
-patches after them. Where paper and published code differ, this follows the code, so that ``load_reference_state_dict`` can load the
-authors' weights.
+patches after them.
 
 A head's position scores are a linear function of (dx, dy, dx² + dy²), the offset from query to key in patches. With the weights
 of Eq. 5 their softmax peaks at a fixed offset per head, so that a layer with h heads is initialized as a convolution with a

@@ -104,8 +104,7 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
     """A whole page.
 
     Args:
-        title, subtitle: of the page and its window; a line below it, HTML or text.
-        sections: in their order.
+        subtitle: a line below the title, HTML or text.
         notes: what the reader must know first, above all sections: what is missing or damaged.
         plots: whether there are figures, which need plotly's script (4.8 MB).
 

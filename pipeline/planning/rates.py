@@ -114,7 +114,10 @@ class CpuRates:
         return self.bandwidth[-1]
 
     def seconds(self, operator: Operator) -> float:
-        moving = operator.bytes / self._bandwidth_at(operator.bytes)
+        logarithm = np.interp(
+            np.log(max(operator.bytes, 1)), np.log(_SIZES), np.log(self.bandwidth)
+        )  # between the measured sizes
+        moving = operator.bytes / float(np.exp(logarithm))
         if operator.kind == MAP:
             computing = operator.elements * self.elementary if operator.name in TRANSCENDENTAL else 0.0
         elif operator.kind == ATTENTION:
@@ -126,10 +129,6 @@ class CpuRates:
             rate = self.single if operator.dtype is torch.float32 else self.product
             computing = operator.flops / (rate * (_BATCHED_SHARE if "b" in operator.name else _LINEAR_SHARE))
         return max(computing, moving) + self.host
-
-    def _bandwidth_at(self, moved: int) -> float:
-        """Between the measured sizes by the logarithm."""
-        return float(np.exp(np.interp(np.log(max(moved, 1)), np.log(_SIZES), np.log(self.bandwidth))))
 
 
 # How fast a device computes: ``seconds`` of an operator, ``host`` seconds of the CPU to start one, during which a GPU may be busy with

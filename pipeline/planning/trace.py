@@ -77,21 +77,15 @@ class Trace(TorchDispatchMode):
     every operator that moves data is written down while :meth:`recording`.
 
     PyTorch's own ``MemTracker`` counts memory in a private module, with labels of its own and hooks on every module.
-
-    Attributes:
-        live: bytes by label, now; total: their sum.
-        peak: bytes by label at the moment at which their sum was largest; peak_total: that sum.
-        operators: in order.
-        kept: numbers of the memory that is needed after the operators.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-        self.total = self.peak_total = 0
+        self.live: Counter[str] = Counter()  # bytes by label, now
+        self.peak: Counter[str] = Counter()  # at the moment at which their sum was largest
+        self.total = self.peak_total = 0  # these sums
         self.operators: list[Operator] = []
-        self.kept: set[int] = set()
+        self.kept: set[int] = set()  # numbers of the memory that is needed after the operators
         self._label = "other"
         self._records = self._backward = False
         self._memory: dict[int, _Memory] = {}  # by the address of the storage

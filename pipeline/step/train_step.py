@@ -39,15 +39,11 @@ class TrainState:
 
 
 class Answer:
-    """Whether the step with a gradient norm, (), was taken, which a GPU may know only later.
-
-    Attributes:
-        late: whether to ask now would wait for the GPU.
-    """
+    """Whether the step with a gradient norm, (), was taken, which a GPU may know only later."""
 
     def __init__(self, norm: Tensor | float) -> None:
         self._norm, self._done = norm, None
-        self.late = isinstance(norm, Tensor) and norm.is_cuda
+        self.late = isinstance(norm, Tensor) and norm.is_cuda  # to ask now would wait for the GPU
         if isinstance(norm, Tensor) and self.late:
             self._norm = norm.to("cpu", non_blocking=True)  # into pinned memory
             self._done = torch.cuda.current_stream(norm.device).record_event()
@@ -171,22 +167,16 @@ def sample_noise(model: VisionModel, batch: Batch, seed: int) -> Tensor | None:
     """
     count = model.noise_per_sample
     if model.draws_from_generator:
-        model.generator_seed = _generator_seed(batch, seed, count)
+        # Below 2**63: the words of the first image that follow those for stochastic depth. Its place belongs to one step, micro-batch
+        # and rank, and differs between them.
+        first = (batch.request.epoch[:1], batch.request.position[:1])
+        low, high = random_words(Stream.STOCHASTIC_DEPTH, seed, *first, count + 2)[0, count:].tolist()
+        model.generator_seed = low | (high & 0x7FFFFFFF) << 32
     if count == 0:
         return None
     noise = uniforms(Stream.STOCHASTIC_DEPTH, seed, batch.request.epoch, batch.request.position, count).astype(np.float32)
     noise = np.minimum(noise, _BELOW_ONE)  # rounding must not make a 1 of it
     return upload([noise], batch.images.device)[0]
-
-
-def _generator_seed(batch: Batch, seed: int, used: int) -> int:
-    """Below 2**63: the words of the micro-batch's first image that follow those ``used`` for stochastic depth.
-
-    The image's place belongs to one step, micro-batch and rank, and differs between them.
-    """
-    first = (batch.request.epoch[:1], batch.request.position[:1])
-    low, high = random_words(Stream.STOCHASTIC_DEPTH, seed, *first, used + 2)[0, used:].tolist()
-    return low | (high & 0x7FFFFFFF) << 32
 
 
 def random_batch(size: int, model: ModelConfig, device: torch.device) -> Batch:

@@ -6,8 +6,7 @@ cost per position does not depend on the size of the set, and needs no memory. `
 samples adjacent on disk close in time.
 
 Repeated augmentation (Hoffer et al., CVPR 2020) shows R views of an image: R consecutive positions of an epoch, and a step takes the
-next G positions, as with DeiT's ``RASampler``. That gives the positions to processes in turn, so that the views of an image come to
-different processes. Here :class:`Placing` puts them into different parts of the global batch, whatever number of processes computes it.
+next G positions, as with DeiT's ``RASampler``, which gives them to processes in turn; :class:`Placing` does so for any number of them.
 """
 
 from __future__ import annotations

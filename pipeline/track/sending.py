@@ -55,15 +55,12 @@ class TrackedRun(RunFiles):
 
 
 class Sender:
-    """Sends a run to a tracker.
+    """Sends the run of a folder, which need not exist yet, to a tracker that is not open yet.
 
     Args:
-        run: the run folder, which need not exist yet.
         name: what the tracker is to call the run.
-        tracker: not yet opened.
         position: what was sent before.
         every: seconds between two looks at the run's files.
-        sleep: waits so many seconds.
     """
 
     def __init__(

@@ -11,8 +11,7 @@ analyses run the modules themselves, so that the figures of a run are those of `
            the forward pass of a micro-batch and its backward pass are two
 ========== ==================================================================================
 
-ZeRO 0, 1 and 2 have hooks on the whole model and on the gradients of parameters, which compiled code does not see. ZeRO-3 has
-hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled there.
+ZeRO-3 has hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled there.
 
 A requeued run finds its compiled code in the user's own cache folder: not in the run folder, from which nothing is ever run. The ranks of
 a node share a folder: Inductor and Triton write a file under a name made of the process's number or at random, and rename it. Ranks of
@@ -78,10 +77,6 @@ class Compilation:
         folder: of the run, which names the one where compiled code is kept.
         objective: gets the compiled loss.
         captures: of "graphs", whether steps are to be captured as a whole.
-
-    Attributes:
-        pending: whether :meth:`prepare` is to be called.
-        captures: whether :meth:`capture` is.
     """
 
     def __init__(
@@ -90,7 +85,7 @@ class Compilation:
         self._model_graphs, self.captures = kind == GRAPHS and not captures, captures
         self.kind, self._precision, self._run_folder = kind, precision, folder
         self._world, self._model, self._objective = world, model, objective
-        self.pending, self._first_rank = kind != OFF, world.rank
+        self.pending, self._first_rank = kind != OFF, world.rank  # whether :meth:`prepare` is to be called
         self._replaced: list[tuple[nn.Module, str]] = []
         self._eager_loss: LabelLoss = objective.label_loss
         self._hooks: list[Any] = []

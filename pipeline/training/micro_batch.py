@@ -46,7 +46,6 @@ def choose_micro_batch(config: Config, begun_with: int | None, world: World) -> 
     """Settle ``train.micro_batch_size`` for all ranks alike. Collective.
 
     Args:
-        config: of this start, with its precision settled.
         begun_with: the size that the checkpoint has recorded; None: there is no checkpoint.
 
     Returns:

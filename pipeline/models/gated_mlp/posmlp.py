@@ -1,8 +1,7 @@
 """PosMLP-T/S/B (Wang et al., "Parameterization of Cross-Token Relations with Relative Positional Encoding for Vision MLP",
 ACM MM 2022; layout: Table 11).
 
-A four-stage pyramid of gated blocks on windows. Where paper and published code differ, this follows the code, so that
-``load_reference_state_dict`` can load the authors' weights. Probes of every block: ``position`` and, with ``mixing: ggqpe``,
+A four-stage pyramid of gated blocks on windows. Probes of every block: ``position`` and, with ``mixing: ggqpe``,
 ``covariance`` (:mod:`pipeline.models.gated_mlp.token_mixing`).
 """
 

@@ -5,9 +5,6 @@ Every patch is embedded T times, each time from a slightly shifted image. In the
 variants (local attention); the others are ordinary transformer blocks over the patches (global attention), on levels of
 decreasing resolution. Tokens have shape (B, N, T, width) throughout; T = 1 after the local block, which pools the variants.
 
-Where paper and published code differ, this follows the code, so that ``load_reference_state_dict`` can load the authors'
-weights; each such place says so.
-
 Table 6 (Sec. 4.1) has neither published code nor parameter counts. Variant I replaces the local block as a whole by one of Swin's,
 without shifted windows, which only every second block of Swin has. Variant II changes in LSAT's block what the paper names,
 embedding and projection, and keeps norms, MLP and position embedding. In both a patch has no shifted variants, which neither block

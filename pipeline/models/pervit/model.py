@@ -1,8 +1,4 @@
-"""PerViT-T/S/M (Min et al., "Peripheral Vision Transformer", NeurIPS 2022; layout: Supplement Table S5).
-
-Where paper and published code differ, this follows the code, so that ``load_reference_state_dict`` can load the authors'
-weights; each such place says so.
-"""
+"""PerViT-T/S/M (Min et al., "Peripheral Vision Transformer", NeurIPS 2022; layout: Supplement Table S5)."""
 
 from __future__ import annotations
 
