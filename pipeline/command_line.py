@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from pipeline.errors import USER_ERROR, UserError, first_line
 from pipeline.terminal import fitted, paint
@@ -115,13 +115,6 @@ def lacks_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in said)
 
 
-def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream is a pipe whose reader has exited."""
-    poll = select.poll()
-    poll.register(stream, 0)  # POLLERR is always reported
-    return any(state & select.POLLERR for _, state in poll.poll(0))
-
-
 def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoReturn:
     """Run a command's ``main`` and exit: a :class:`UserError` or an ``OSError`` of the file system becomes one line on stderr.
 
@@ -153,9 +146,12 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
                 f"error: there is not enough memory ({reason}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
                 1,  # not USER_ERROR: another start may find more memory
             )
-        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):  # as in `... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
-            sys.exit(1)
+        if isinstance(error, BrokenPipeError):
+            poll = select.poll()
+            poll.register(sys.stdout, 0)  # POLLERR, of a pipe whose reader has exited, is always reported
+            if any(state & select.POLLERR for _, state in poll.poll(0)):  # as in `... | head`
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
+                sys.exit(1)
         if not isinstance(error, OSError) or error.filename is None and error.errno is None:
             _fail(traceback.format_exc(), 1)  # not an error of the file system
         _fail(

@@ -44,7 +44,9 @@ def trace(subject: Subject) -> ExportedProgram:
     images = sample_images(subject.description.image_size, _TRACED_BATCH)
     with refusals_explained(subject, "torch.export"), torch.no_grad():
         program = _export(_Scores(subject.model), images)
-        if any(_writes(node) or _nests(node) for node in program.graph.nodes):
+        # A node that runs a graph of its own, as a region without autocast does, would hide what is constant in there.
+        nests = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in program.graph.nodes)
+        if nests or any(map(_writes, program.graph.nodes)):
             program = program.run_decompositions({})  # not always: it also takes fused attention apart
         return _export(fold_constants(program.module(check_guards=False)), images)
 
@@ -131,7 +133,11 @@ def fold_constants(module: nn.Module) -> nn.Module:
             if each.op != "get_attr" and list(each.users)[-1] is node:
                 del values[each]
     graph.eliminate_dead_code()
-    _remove_unused(module)
+    used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]:
+        if name not in used:
+            owner, _, own = name.rpartition(".")
+            delattr(module.get_submodule(owner), own)
     module.recompile()
     return module
 
@@ -139,11 +145,6 @@ def fold_constants(module: nn.Module) -> nn.Module:
 def _writes(node: Node) -> bool:
     """Whether a node changes one of its inputs, as ReLU(inplace=True) does, which torch.onnx refuses here."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _nests(node: Node) -> bool:
-    """Whether a node runs a graph of its own, as a region without autocast does: what is constant in there would not be found."""
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _is_pure(node: Node) -> bool:
@@ -155,14 +156,6 @@ def _is_pure(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or _writes(node):
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not node.is_impure()
-
-
-def _remove_unused(module: GraphModule) -> None:
-    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]:
-        if name not in used:
-            owner, _, own = name.rpartition(".")
-            delattr(module.get_submodule(owner), own)
 
 
 def loading_lines(subject: Subject, runtime: str, run: str) -> list[str]:
@@ -213,13 +206,15 @@ def export_onnx(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
         OSError: the file cannot be written.
     """
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise UserError(
-            f"--format onnx requires {', '.join(_NEEDED)}, but {' and '.join(missing)} cannot be imported",
-            install_extra("onnx"),
-        )
+        problem = f"--format onnx requires {', '.join(_NEEDED)}, but {' and '.join(missing)} cannot be imported"
+        raise UserError(problem, install_extra("onnx"))
     import onnxruntime
 
-    model = _converted(subject)
+    program, named = trace(subject), {"input_names": [INPUT], "output_names": [OUTPUT]}
+    with refusals_explained(subject, f"torch.onnx with opset {OPSET}"):
+        made = torch.onnx.export(program, opset_version=OPSET, **named, verbose=False, external_data=False)  # type: ignore[arg-type]
+        assert made is not None
+        model: Any = made.model_proto
     if precision == "fp16":
         model = _in_half(model)
     description = {"description": json.dumps(asdict(subject.description)), "opset": str(OPSET), "precision": precision}
@@ -244,17 +239,6 @@ def export_onnx(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
 def loading_onnx(subject: Subject, name: str) -> list[str]:
     run = f'onnxruntime.InferenceSession("{name}").run(None, {{"{INPUT}": pixels}})[0][0]'
     return loading_lines(subject, "onnxruntime", run)
-
-
-def _converted(subject: Subject) -> Any:
-    """An ``onnx.ModelProto``."""
-    program = trace(subject)
-    with refusals_explained(subject, f"torch.onnx with opset {OPSET}"):
-        made = torch.onnx.export(
-            program, opset_version=OPSET, input_names=[INPUT], output_names=[OUTPUT], verbose=False, external_data=False
-        )
-        assert made is not None
-        return made.model_proto
 
 
 def _in_half(model: Any) -> Any:

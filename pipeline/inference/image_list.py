@@ -52,15 +52,13 @@ class PackedNames(Sequence[str]):
 
 
 def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> Iterator[Found]:
-    """All images that the arguments name, in their order; those of a folder sorted by path.
+    """All images that the arguments name, in their order; those of a folder sorted by path. Raises UserError: a folder, archive
+    or list without an image, a pattern without a match, or a damaged archive.
 
     Args:
         arguments: files, folders (searched at any depth; a shard set's tars are read in place), patterns with ``*``, ``?`` or ``[``,
             ``.tar`` and ``.zip`` files; ``-`` takes the names from ``lines``, ``@FILE`` from a file with a name a line. A file may
             have any ending, and need not exist: it becomes an error of its own row.
-
-    Raises:
-        UserError: a folder, archive or list without an image, a pattern without a match, or a damaged archive.
     """
     for argument in arguments:
         if is_remote(argument):
@@ -235,10 +233,6 @@ class ImageList(CheckedImages):
         return _GREY
 
 
-def _grey() -> StoredImage:
-    file = io.BytesIO()
-    Image.new("RGB", (16, 16), (128, 128, 128)).save(file, "JPEG")
-    return StoredImage(file.getvalue(), 16, 16)
-
-
-_GREY = _grey()
+_encoded = io.BytesIO()
+Image.new("RGB", (16, 16), (128, 128, 128)).save(_encoded, "JPEG")
+_GREY = StoredImage(_encoded.getvalue(), 16, 16)

@@ -34,14 +34,12 @@ _ROWS_AT_ONCE = 16384  # in memory
 
 
 class RankRows:
-    """Rows of one pass. A context manager, which removes this rank's hidden files. Construction is collective.
+    """Rows of one pass. A context manager, which removes this rank's hidden files. Construction is collective. Raises
+    UserError: on every rank: the hidden files cannot be created.
 
     Args:
         path: of the result: the hidden files are beside it, in a folder that all ranks see.
         dtype: of a row; the field ``valid`` marks those that count.
-
-    Raises:
-        UserError: on every rank: the hidden files cannot be created.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, batches: EvalBatches, world: World) -> None:

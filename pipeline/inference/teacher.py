@@ -28,17 +28,10 @@ TORCHVISION_MEAN, TORCHVISION_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def load_teacher(config: Config, device: torch.device, classes: list[str] | None = None) -> Callable[[Tensor], Tensor]:
-    """Load ``train.teacher``: another trained model, as :func:`~pipeline.inference.trained.read_trained` finds it, or a library's network.
-
-    Args:
-        classes: the student's class names, in order; None: not compared. Libraries do not name theirs.
-
-    Returns:
-        images (B, 3, H, W) -> logits (B, classes), without gradients.
-
-    Raises:
-        UserError: there is no such model, or it has other classes or another image size.
-    """
+    """Load ``train.teacher``: another trained model, as :func:`~pipeline.inference.trained.read_trained` finds it, or a
+    library's network. Returns images (B, 3, H, W) -> logits (B, classes), without gradients. Raises UserError: there is no such
+    model, or it has other classes or another image size. ``classes``: the student's class names, in order; None: not compared.
+    Libraries do not name theirs."""
     teacher = load_library_teacher(config) if config.train.teacher_weights else _model_of_run(config, classes)
     teacher.to(device).requires_grad_(False)
 

@@ -44,7 +44,7 @@ class Loader(Generic[AnyBatches]):
 
     Its only state is the number of the next batch: a loader started at batch i yields exactly what another one yields after i
     batches. The caller may keep a batch; its memory is reused once no tensor refers to it. On a GPU, batches belong to the
-    CUDA stream that is current where they are taken.
+    CUDA stream that is current where they are taken. Raises UserError: as :func:`decoding_device`.
 
     Args:
         batches: the samples and augmentation of each.
@@ -55,9 +55,6 @@ class Loader(Generic[AnyBatches]):
         decode: where to decode, instead of ``config.decode``.
         form: what a GPU decodes, as :mod:`pipeline.loader.probe` finds out: REGIONS, or WHOLE images.
         image_format: data type and memory format of the images; augmentations compute in float32 before.
-
-    Raises:
-        UserError: as :func:`decoding_device`.
     """
 
     def __init__(

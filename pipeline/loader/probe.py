@@ -67,16 +67,9 @@ class Verdict(NamedTuple):
 
 
 def usable_decoding(decode: str, shards: Samples, world: World) -> tuple[str, str]:
-    """Settle how the images of a set are decoded, all ranks alike; the first rank of each node and kind of GPU tries it. Collective.
-
-    Args:
-        decode: "gpu", "cpu" or "auto".
-
-    Returns:
-        ``decode``, or "cpu" where a GPU cannot decode, of which rank 0 warns; and the form in which one can, REGIONS or WHOLE.
-
-    Raises:
-        UserError: as :func:`~pipeline.loader.loader.decoding_device`.
+    """Settle how the images of a set are decoded, all ranks alike; the first rank of each node and kind of GPU tries it.
+    Collective. Returns ``decode``, or "cpu" where a GPU cannot decode, of which rank 0 warns; and the form in which one can,
+    REGIONS or WHOLE. Raises UserError: as :func:`~pipeline.loader.loader.decoding_device`. ``decode``: "gpu", "cpu" or "auto".
     """
     if decoding_device(decode, world.device) != GPU:
         return decode, REGIONS

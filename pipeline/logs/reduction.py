@@ -44,14 +44,12 @@ class MetricReduction:
         self._columns: dict[str, Reduction] = {}  # of all metrics that any rank has recorded, in the same order on all ranks
 
     def rows(self, steps: Sequence[Mapping[str, Metric]], seconds: float) -> list[dict[str, Any]]:
-        """Reduce the metrics of some steps. Collective.
+        """Reduce the metrics of some steps. Collective. Returns for each step its metrics by name, without those that no rank
+        has recorded in it.
 
         Args:
             steps: the metrics of each, by name.
             seconds: that these steps took on this rank.
-
-        Returns:
-            For each step its metrics by name, without those that no rank has recorded in it.
         """
         # Learn the names that any rank has recorded for the first time.
         new = [[name, metric.reduce] for step in steps for name, metric in step.items() if name not in self._columns]

@@ -50,17 +50,13 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 def write_run_files(
     config: Config, world: World, first_step: int, precision: str, micro_batch: str | None = None
 ) -> int | None:
-    """Write ``config.yaml`` and append this start to ``environment.json``. Collective.
+    """Write ``config.yaml`` and append this start to ``environment.json``. Collective. Returns on rank 0: which start of the
+    run this is, counted from 1; None elsewhere. Raises UserError: on every rank: a file cannot be written, or
+    ``environment.json`` is damaged.
 
     Args:
         first_step: of this start, counted from 1.
         micro_batch: why the micro-batch has its size, where ``auto`` was asked for.
-
-    Returns:
-        On rank 0: which start of the run this is, counted from 1; None elsewhere.
-
-    Raises:
-        UserError: on every rank: a file cannot be written, or ``environment.json`` is damaged.
     """
     start = {
         **_environment(config, world),

@@ -37,16 +37,14 @@ _MUCH_WAITING = 0.05  # of the time: the console then names the rank that waits 
 
 
 class RunLog:
-    """Collects the metrics of steps and writes them every few steps; only rank 0 writes files.
+    """Collects the metrics of steps and writes them every few steps; only rank 0 writes files. Raises UserError: on every rank:
+    rank 0 cannot write the files.
 
     Args:
         start_step: the step that this start resumes from; later rows, of a start that was killed, are removed.
         flops_per_image: of a training step, for the model FLOPs utilization (MFU); None: not known, so there is none.
         bad_samples: sample -> message, those of earlier starts. As an attribute: all so far, the same on every rank.
         store: where the data comes from.
-
-    Raises:
-        UserError: on every rank: rank 0 cannot write the files.
     """
 
     def __init__(
@@ -114,15 +112,9 @@ class RunLog:
             self._show_own(step, metrics)
 
     def flush(self, to_disk: bool = False) -> None:
-        """Write the recorded steps. Collective, at the same step.
-
-        Args:
-            to_disk: also sync the files, as before the checkpoint of these steps.
-
-        Raises:
-            UserError: on every rank: a file is gone, or could not be written for ``checkpoint.retry_seconds``, or there
-                are more bad samples than ``data.max_bad_samples``.
-        """
+        """Write the recorded steps. Collective, at the same step. Raises UserError: on every rank: a file is gone, or could not
+        be written for ``checkpoint.retry_seconds``, or there are more bad samples than ``data.max_bad_samples``. ``to_disk``:
+        also sync the files, as before the checkpoint of these steps."""
         pending, self._pending = self._pending, []
         if pending:
             self._note_rows(pending)

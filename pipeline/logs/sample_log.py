@@ -34,7 +34,11 @@ class SampleLog:
         path = run_dir / SAMPLES / f"rank-{world.rank:05d}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_half_a_line(path)
+            if path.exists() and path.stat().st_size:  # a kill may have left a part of a line, which would corrupt the next one
+                with open(path, "r+b") as file:
+                    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # the file may be gigabytes
+                        whole = content.rfind(b"\n") + 1
+                    file.truncate(whole)
         except OSError as error:
             raise write_error(path, error) from None
         self._file, self._start = GrowingFile(path), start
@@ -64,13 +68,3 @@ def augmentation_digests(request: BatchRequest) -> list[str]:
     """
     drawn = [np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8) for values in request.digested()]
     return [xxh3_64_hexdigest(row.tobytes()) for row in np.concatenate(drawn, axis=1)]  # (bytes,) each
-
-
-def _cut_half_a_line(path: Path) -> None:
-    """Remove a partial last line, left by a kill, which would corrupt the next one."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with open(path, "r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # the file may be gigabytes
-            whole = content.rfind(b"\n") + 1
-        file.truncate(whole)

@@ -34,14 +34,11 @@ NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count"
 
 
 class EventFile:
-    """One event file; records stay in memory until :meth:`flush`.
+    """One event file; records stay in memory until :meth:`flush`. Raises UserError: folder or file cannot be created.
 
     Args:
         folder: created if it does not exist; each start of a run adds a file.
         purge_step: TensorBoard discards earlier files' records from this step on.
-
-    Raises:
-        UserError: folder or file cannot be created.
     """
 
     def __init__(self, folder: Path, purge_step: int) -> None:

@@ -178,15 +178,12 @@ class ConViT(ClassTokenModel):
     """Vision transformer with soft convolutional inductive biases.
 
     Probes: ``attention`` of every layer; ``position`` and ``gate`` of GPSA layers, which have no class token. Shapes: see
-    :class:`GatedPositionalSelfAttention`.
+    :class:`GatedPositionalSelfAttention`. Raises UserError: ``image_size`` is not a multiple of 16.
 
     Args:
         layout: heads and width. A square number of heads lets the convolutional initialization use all of them.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size, because of the position embedding, except in
             the feature form.
-
-    Raises:
-        UserError: ``image_size`` is not a multiple of 16.
     """
 
     reference_names = (

@@ -93,14 +93,12 @@ class DeiT(ClassTokenModel, PhiModel):
     How PerViT's authors added Φp to DeiT is not published. Here Φp = 1 to and from the class token, the absolute position
     embedding stays (as with iRPE, which Table 2 compares with Φp), and Φp has the peripheral initialization. Its figures for CPVT
     and iRPE are those authors' own: five generators and no position embedding (CPVT's "0-5"), and iRPE beside the embedding.
+    Raises UserError: ``image_size`` is not a multiple of 16.
 
     Args:
         layout: heads and width.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size, because of the position embedding. With
             ``conditional_position``, and in the feature form, it takes any, also images that are not square.
-
-    Raises:
-        UserError: ``image_size`` is not a multiple of 16.
     """
 
     # The last: iRPE's authors' DeiT (github.com/microsoft/Cream), which has the names of DeiT's otherwise.
@@ -175,15 +173,13 @@ class ScaledBlock(Block):
 
 
 class DeiT3(ClassTokenModel):
-    """DeiT III. Probes of every layer: ``attention`` and ``phi_c``, (B, heads, N + 1, N + 1) each, class token first.
+    """DeiT III. Probes of every layer: ``attention`` and ``phi_c``, (B, heads, N + 1, N + 1) each, class token first. Raises
+    UserError: ``image_size`` is not a multiple of 16.
 
     Args:
         layout: heads and width.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size. In the feature form it takes any, also images
             that are not square. ``drop_path``: of every block.
-
-    Raises:
-        UserError: ``image_size`` is not a multiple of 16.
     """
 
     reference_names = (

@@ -108,14 +108,11 @@ class Memory:
 
 
 def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
-    """Plan the memory of one process.
+    """Plan the memory of one process. Raises UserError: the batch sizes do not divide, or the model cannot be built or traced.
 
     Args:
         subject: the run; its precision "auto" is what its GPU computes natively.
         micro_batch: instead of ``train.micro_batch_size``.
-
-    Raises:
-        UserError: the batch sizes do not divide, or the model cannot be built or traced.
     """
     if micro_batch is not None:
         subject = subject.changed("train", micro_batch_size=micro_batch)

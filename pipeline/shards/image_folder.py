@@ -63,14 +63,12 @@ class CheckedImages(Samples):
 
 
 class ImageFolder(CheckedImages):
-    """Samples from a folder of image files (``IMAGE_SUFFIXES``).
+    """Samples from a folder of image files (``IMAGE_SUFFIXES``). Raises UserError: the folder is missing or has no images, or a
+    class folder is not in ``classes``.
 
     Args:
         folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG``, also in folders of a class; then :attr:`split` is None.
         classes: class names in index order; a class without a folder has no images. None: the folders, sorted.
-
-    Raises:
-        UserError: the folder is missing or has no images, or a class folder is not in ``classes``.
     """
 
     def __init__(self, folder: Path, split: str, classes: Sequence[str] | None) -> None:

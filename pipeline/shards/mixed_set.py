@@ -24,13 +24,11 @@ class MixedSet(Samples):
     """Samples of several sets, numbered one set after another; an epoch may show more of them or fewer.
 
     A class of a further set is the class of the first set with the same identifier or, failing that, the same readable name.
+    Raises UserError: a set has a class that the first one lacks.
 
     Args:
         first: its classes are those of the model; its images have weight 1.
         further: set -> weight: how often an epoch shows each of its images, on average.
-
-    Raises:
-        UserError: a set has a class that the first one lacks.
     """
 
     def __init__(self, first: ShardSet, further: Mapping[ShardSet, float]) -> None:

@@ -48,15 +48,12 @@ _BLOCK = 512  # bytes: headers and data in a tar are aligned to it
 
 
 class ShardSet(Samples):
-    """One split of a shard set, opened for reading; ``samples`` is a memory-mapped array (n,) of ``SAMPLE_DTYPE``.
+    """One split of a shard set, opened for reading; ``samples`` is a memory-mapped array (n,) of ``SAMPLE_DTYPE``. Raises
+    UserError: folder, manifest, split, tar or index missing, file sizes other than in the manifest, or a damaged sample table.
 
     Args:
         folder, split, readers: as of :func:`open_files`.
         cache: of the node; None: none.
-
-    Raises:
-        UserError: folder, manifest, split, tar or index missing, file sizes other than in the manifest, or a damaged sample
-            table.
     """
 
     def __init__(

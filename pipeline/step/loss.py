@@ -83,15 +83,13 @@ def hard_distillation_loss(loss: Tensor, scores: Tensor, teacher_scores: Tensor,
 
     Hard distillation (Touvron et al., "Training data-efficient image transformers", ICML 2021, Eq. 3): the teacher's predicted class
     is a second label for the student. ConViT's Appendix B (Table 4) uses this form: its DeiT figures, 80.9 and 83.0, are those of hard
-    distillation through the class token, so no student here needs a distillation token.
+    distillation through the class token, so no student here needs a distillation token. Raises UserError: student and teacher
+    have different numbers of classes.
 
     Args:
         loss: (), the student's loss against the labels, with Mixup and label smoothing as usual.
         scores: (B, classes), the student's logits, any floating type.
         teacher_scores: (B, classes), the teacher's logits for the same augmented images, in eval mode, without gradients.
-
-    Raises:
-        UserError: student and teacher have different numbers of classes.
     """
     if scores.shape != teacher_scores.shape:
         raise UserError(

@@ -62,12 +62,7 @@ class Mixture:
             shown = begin[owner] + shuffled - (ends - (end - begin))[owner]  # its number among the set's images of this epoch
             for which in np.unique(owner).tolist():
                 own = owner == which
-                size = self.sizes[which]
-            # Place in the set's own order, whose epochs begin anew when all of it was shown.
-            own_epoch, place_of_own = np.divmod(epoch[members[own]] * self.shown[which] + shown[own], size)
-            own_keys = own_epoch, size, self.seed_of(which, seed)
-            found = block_sample_at(place_of_own, *own_keys, blocks) if blocks else sample_at(place_of_own, *own_keys)
-            sample[members[own]] = self.first_sample[which] + found
+                sample[members[own]] = self._of_set(which, shown[own], epoch[members[own]], seed, blocks)
         return sample
 
     def coming_runs(
@@ -108,6 +103,14 @@ class Mixture:
             if not late.any():
                 return part
             part[late] += 1
+
+    def _of_set(self, which: int, shown: np.ndarray, epoch: np.ndarray, seed: int, blocks: Blocks | None) -> np.ndarray:
+        """The sample that is the ``shown``-th of a set in an epoch of the run: (n,) int64."""
+        size = self.sizes[which]
+        own_epoch, place = np.divmod(epoch * self.shown[which] + shown, size)  # of the set's own order
+        keys = own_epoch, size, self.seed_of(which, seed)
+        own = block_sample_at(place, *keys, blocks) if blocks else sample_at(place, *keys)
+        return self.first_sample[which] + own
 
     def _window(self, which: int, epoch: int, position: int, blocks: Blocks) -> int:
         """Number in the run of the last window of a set that the part of a position reads."""

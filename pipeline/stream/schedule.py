@@ -56,15 +56,12 @@ class Schedule:
 
 
 def make_schedule(config: Config, images: int, subset: float) -> Schedule:
-    """The run's schedule.
+    """The run's schedule. Raises UserError: it is shorter than one step.
 
     Args:
         images: that an epoch takes without repeated augmentation (:func:`~pipeline.stream.samples.images_per_epoch`).
         subset: share of the source's images that ``--subset`` kept; with ``train.scale_epochs``, training on it takes as many steps as
             on the full set.
-
-    Raises:
-        UserError: it is shorter than one step.
     """
     train, images = config.train, epoch_length(images, config.augment.repeats)
     epochs = train.epochs / subset if train.scale_epochs else train.epochs

@@ -34,14 +34,12 @@ _OURS = ("array", "parsable", "wrap", "wait", "test-only")
 
 
 def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
-    """Submit what is neither finished nor in the queue, and the report; returns the exit code.
+    """Submit what is neither finished nor in the queue, and the report; returns the exit code. Raises UserError: no Slurm, too
+    many runs, a batch that the processes cannot share, or ``sbatch`` refuses. Nothing is submitted then.
 
     Args:
         options: of ``sbatch`` for each run, as ``--name=value``.
         at_once: how many tasks may run at a time; None: as many as Slurm starts.
-
-    Raises:
-        UserError: no Slurm, too many runs, a batch that the processes cannot share, or ``sbatch`` refuses. Nothing is submitted then.
     """
     if shutil.which("sbatch") is None:
         remedy = f"on one machine: pervit sweep {sweep.file}"
@@ -55,7 +53,12 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
     queued = _in_the_queue(sweep)
     finished = [run for run in sweep.runs if is_finished(run)]
     todo = [run for run in sweep.runs if run not in finished and os.path.abspath(run.folder) not in queued]
-    limit = _max_array_size()
+    asked = _run("scontrol", "show", "config")
+    size = re.search(r"^MaxArraySize\s*=\s*(\d+)", asked.stdout, re.MULTILINE)
+    if asked.returncode != 0 or size is None:
+        problem = f"scontrol does not tell Slurm's MaxArraySize ({_last(asked.stderr)})"
+        raise UserError(problem, "try again when its controller is there")
+    limit = int(size[1])
     if todo and todo[-1].number >= limit:
         tasks = f"the tasks of a job array are numbered to {limit - 1} here (Slurm's MaxArraySize is {limit})"
         raise UserError(f"{sweep.file} has {len(sweep.runs)} runs, but {tasks}", "split the file")
@@ -153,15 +156,6 @@ def _in_the_queue(sweep: Sweep) -> dict[str, str]:
             if task.is_file():
                 found[os.path.abspath(_folder_of(task))] = array
     return found
-
-
-def _max_array_size() -> int:
-    asked = _run("scontrol", "show", "config")
-    size = re.search(r"^MaxArraySize\s*=\s*(\d+)", asked.stdout, re.MULTILINE)
-    if asked.returncode != 0 or size is None:
-        problem = f"scontrol does not tell Slurm's MaxArraySize ({_last(asked.stderr)})"
-        raise UserError(problem, "try again when its controller is there")
-    return int(size[1])
 
 
 def _sbatch(*words: str) -> str:

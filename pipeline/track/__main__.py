@@ -40,9 +40,8 @@ def main() -> None:
     parser.add_argument("--project", metavar="NAME", help="project or experiment (default: the tracker's variable, or pervit)")
     parser.add_argument("--name", help="what to call the run there (default: the folder's name)")
     parser.add_argument("--once", action="store_true", help="send what is there now, and exit")
-    parser.add_argument(
-        "--every", type=float, default=10.0, metavar="SECONDS", help="how often to look for new data (default: 10)"
-    )
+    every = "how often to look for new data (default: 10)"
+    parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help=every)
     args = parser.parse_args()
     if args.to not in TRACKERS:
         raise UserError(f"--to must be one of {', '.join(TRACKERS)}, got {args.to!r}", "choose one")
@@ -56,12 +55,15 @@ def main() -> None:
         if value is not None and not (value.strip() and value.isprintable()):
             problem = f"{option} must be a name of printable characters, got {value!r}"
             raise UserError(problem, "give one, or leave the option out")
-    _say_progress()
+    log, handler = logging.getLogger("pipeline.track"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
     tracker = _tracker(args.to, args.project)
     from pipeline.track.position import EVENTS, PICTURE, ROWS, Position
     from pipeline.track.sending import Sender
 
-    log = logging.getLogger("pipeline.track")
     log.info(f"{args.run} to {tracker.target}")
     position = Position(args.run, args.to, tracker.target)
     sender = Sender(args.run, args.name or args.run.resolve().name, tracker, position, args.every)
@@ -93,15 +95,6 @@ def _tracker(name: str, project: str | None) -> Tracker:
         return getattr(importlib.import_module(f"pipeline.track.to_{name}"), client)(project)
     except ImportError as error:
         raise missing_extra(*needs, error=error) from None
-
-
-def _say_progress() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    log = logging.getLogger("pipeline.track")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
 
 
 command = partial(run_command, main)

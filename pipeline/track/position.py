@@ -99,15 +99,13 @@ class GrowingRows:
 
 
 class Position:
-    """What of one run was sent to one target. Holds a lock, so that no second sender sends the same.
+    """What of one run was sent to one target. Holds a lock, so that no second sender sends the same. Raises UserError: another
+    process sends this run to this target, or the file cannot be read or written.
 
     Args:
         run: the run folder.
         tracker: its name. target: where it sends to.
         folder: of the file; None: the user's own.
-
-    Raises:
-        UserError: another process sends this run to this target, or the file cannot be read or written.
     """
 
     identity: str  # of the run that was sent

@@ -85,7 +85,12 @@ class Sender:
         failures, complete = 0, False
         try:
             while True:
-                self._wait_for_the_run(once)
+                if once and not self.files.has_begun:
+                    raise UserError(f"{self.files.path} has no run yet", "leave --once away to wait for it")
+                if not self.files.has_begun:
+                    _log.info(f"waits for a run in {self.files.path}")
+                while not self.files.has_begun:
+                    self._sleep(self._every)
                 try:
                     more = self.round()
                 except UserError:
@@ -107,14 +112,6 @@ class Sender:
         except BaseException:
             self._end("stopped")
             raise
-
-    def _wait_for_the_run(self, once: bool) -> None:
-        if once and not self.files.has_begun:
-            raise UserError(f"{self.files.path} has no run yet", "leave --once away to wait for it")
-        if not self.files.has_begun:
-            _log.info(f"waits for a run in {self.files.path}")
-        while not self.files.has_begun:
-            self._sleep(self._every)
 
     def round(self) -> bool:
         """Send what is new, at most a few hundred items of each kind. Returns whether there may be more.

@@ -64,14 +64,12 @@ class Settled:
 
 
 def settle(config: Config, before: RunState | None, shards: ShardSet | MixedSet, world: World) -> Settled:
-    """Settle a config, which :func:`check_alone` has accepted, for all ranks alike. Collective.
+    """Settle a config, which :func:`check_alone` has accepted, for all ranks alike. Collective. Raises UserError: on every
+    rank: images cannot be decoded as asked, or no micro-batch fits.
 
     Args:
         before: the checkpoint that this start resumes from, which ``auto`` follows; None: a new run.
         shards: the training set, of which a GPU that is to decode is given some images first.
-
-    Raises:
-        UserError: on every rank: images cannot be decoded as asked, or no micro-batch fits.
     """
     recorded = before.config if before else {"train": {}, "data": {}}
     precision = choose_precision(config.train.precision, recorded["train"].get("precision"), world)
@@ -114,13 +112,11 @@ def check_alone(config: Config, world: World) -> None:
 
 def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable: bool = False) -> str:
     """Settle ``data.decode`` for training ("gpu", "cpu", or "auto": to be measured), on all ranks alike without communication.
+    Raises UserError: it cannot be done here.
 
     Args:
         begun_with: that of the run so far, which "auto" keeps; "auto" or None while it is not known.
         repeatable: the run repeats its pixels whenever it is begun: "auto" then is the GPU, because a measurement may differ.
-
-    Raises:
-        UserError: it cannot be done here.
     """
     decoding_device(asked, world.device)
     if asked != AUTO or world.device.type == "cpu":
@@ -156,14 +152,12 @@ def choose_compilation(train: TrainConfig, world: World) -> str:
 
 
 def build_model(config: Config, world: World, classes: list[str], fresh: bool) -> VisionModel:
-    """The run's model with its first weights: from the seed, or ``train.init_from``.
+    """The run's model with its first weights: from the seed, or ``train.init_from``. Raises UserError: ``train.init_from``
+    cannot be read or does not fit.
 
     Args:
         classes: of the training set, by index.
         fresh: no checkpoint follows, whose weights would replace those of ``train.init_from``.
-
-    Raises:
-        UserError: ``train.init_from`` cannot be read or does not fit.
     """
     torch.manual_seed(config.seed)
     model = model_of(config)

@@ -35,6 +35,7 @@ class GMLPSwitches(GatingSwitches):
 
 class GMLP(VisionModel):
     """Vision MLP with spatial gating units: 16x16 patches, identical blocks that mix all tokens, average pooling, classifier.
+    Raises UserError: ``image_size`` or the groups do not fit.
 
     Args:
         width: channels of a token.
@@ -42,9 +43,6 @@ class GMLP(VisionModel):
         ratio: the gating units have ``ratio * width`` input channels.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size, because there is a mixing weight per pair of
             tokens, but in the feature form. ``drop_path``: of all blocks.
-
-    Raises:
-        UserError: ``image_size`` or the groups do not fit.
     """
 
     image_format = torch.contiguous_format
@@ -67,10 +65,7 @@ class GMLP(VisionModel):
         self.blocks = ModuleList(GatedBlock(width, ratio, window, groups, switches, GMLP_CODE) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.head = nn.Linear(width, settings.num_classes)
-        self._init_weights()
-
-    def _init_weights(self) -> None:
-        """As in timm: Xavier weights and near-zero biases in the blocks, zero-initialized classifier."""
+        # As in timm: Xavier weights and near-zero biases in the blocks, zero-initialized classifier.
         for block in self.blocks:
             for linear in (block.fc1, block.fc2):
                 nn.init.xavier_uniform_(linear.weight)

@@ -86,16 +86,13 @@ _POSGU_NAMES = (
 
 
 class PosMLP(VisionModel):
-    """Vision MLP with positional spatial gating units.
+    """Vision MLP with positional spatial gating units. Raises UserError: ``image_size``, windows or groups do not fit.
 
     Args:
         width: channels of the first stage; each further stage doubles them.
         options: ``image_size``: a multiple of 32. ``forward`` takes other sizes too if the windows tile their tokens: with the
             default windows, multiples of ``image_size``. The feature form takes any multiple of 4. ``activation_checkpointing``:
             not of the stem, whose BatchNorm would update its statistics twice.
-
-    Raises:
-        UserError: ``image_size``, windows or groups do not fit.
     """
 
     image_format = torch.contiguous_format

@@ -93,18 +93,15 @@ class PhiModel(VisionModel):
         scale, offset = self.distance_scales()
         layers = [block.position for block in self.blocks]
         maps: list[Tensor | None]
-        if self._can_group(layers[0], distance.device):
+        # ZeRO-3 gathers a module's parameters when the module is called, and marks them with a number.
+        sharded = any(hasattr(parameter, "ds_id") for parameter in layers[0].parameters())
+        if not sharded and (distance.device.type != "cpu" if self.groups_phi is None else self.groups_phi):
             maps = [*grouped_log_phi(layers, distance, scale, offset)]
         else:
             maps = [layer(distance, scale, offset) for layer in layers]
         if cacheable and type(maps[0]) is Tensor:  # a fake tensor, of torch.export for example, has no values
             self._phi_cache = (key, maps)
         return maps
-
-    def _can_group(self, layer: nn.Module, device: torch.device) -> bool:
-        # ZeRO-3 gathers a module's parameters when the module is called, and marks them with a number.
-        sharded = any(hasattr(parameter, "ds_id") for parameter in layer.parameters())
-        return not sharded and (device.type != "cpu" if self.groups_phi is None else self.groups_phi)
 
     def _distances(self, grid: tuple[int, int], design: PhiDesign) -> Tensor:
         if design.distance == "learned":

@@ -189,14 +189,11 @@ class PeripheralPosition(nn.Module):
 
     def forward(self, distance: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         """Log of the position-based attention, as log-sigmoid: the log of a sigmoid would underflow to -inf for distant keys in
-        the first layers.
+        the first layers. Returns (heads, N, N): log Φp[head, query, key].
 
         Args:
             distance: (N, 1 or 4 * heads, H + 2 * border, W + 2 * border) of :func:`position_distances`, :class:`LearnedVectors`.
             scale, offset: (4 * heads,) from :class:`DistanceScales`.
-
-        Returns:
-            (heads, N, N): log Φp[head, query, key].
         """
         # Full precision even under autocast: the maps are small, and their rounding error would affect every image.
         with torch.autocast(distance.device.type, enabled=False):

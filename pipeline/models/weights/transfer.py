@@ -42,7 +42,14 @@ def load_pretrained(
         UserError: names, shapes or dtypes differ in any other way, or values are not finite.
     """
     own = model.state_dict()
-    _check_is_state_dict(weights, source)
+    # A file may hold arbitrary objects.
+    for name, value in weights.items():
+        if not isinstance(name, str):
+            found = f"{name!r:.40} ({type(name).__name__})"
+            raise UserError(f"{source}: the names of tensors must be strings, got {found}", "pass a file with a state dict")
+        ordinary = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+        if not ordinary or value.is_quantized or value.is_complex():
+            raise UserError(f"{source}: {name} is not a dense tensor of real numbers", "pass a file with a plain state dict")
     weights = model.prepared_weights(weights, source)
     given = names_without_head(model, weights.keys() - model.reference_tables().keys())
     added = added_names(model, given)
@@ -118,17 +125,6 @@ def resample_positions(value: Tensor, shape: torch.Size, leading_tokens: int) ->
     maps = F.interpolate(maps, size=(new, new), mode="bicubic", align_corners=False)
     grid = maps.permute(0, 2, 3, 1).reshape(*shape[:-2], new * new, shape[-1]).to(value.dtype)
     return torch.cat([kept, grid], dim=-2)
-
-
-def _check_is_state_dict(weights: Mapping[str, Tensor], source: str) -> None:
-    """Reject anything but a mapping of strings to dense real tensors: a file may hold arbitrary objects."""
-    for name, value in weights.items():
-        if not isinstance(name, str):
-            found = f"{name!r:.40} ({type(name).__name__})"
-            raise UserError(f"{source}: the names of tensors must be strings, got {found}", "pass a file with a state dict")
-        ordinary = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
-        if not ordinary or value.is_quantized or value.is_complex():
-            raise UserError(f"{source}: {name} is not a dense tensor of real numbers", "pass a file with a plain state dict")
 
 
 def _are_grids(shape: torch.Size, wanted: torch.Size, leading_tokens: int) -> bool:
