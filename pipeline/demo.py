@@ -86,7 +86,7 @@ def _run(*command: str, output: int | None = None) -> None:
 
 
 def summary(result: dict[str, Any], run: Path, seconds: int, processes: int) -> str:
-    """What the demo ends with: the model, its accuracy (``result``, as ``evaluate --json`` writes it), where it is, what to try next."""
+    """What the demo ends with: model, accuracy (``result``, as ``evaluate --json`` writes it), where it is, what is next."""
     import yaml
 
     steps = [row for row in map(json.loads, (run / METRICS).read_text().splitlines()) if "lr" in row]

@@ -18,7 +18,6 @@ def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], Call
     and ``__all__``.
 
     Args:
-        package: its ``__name__``.
         modules: module of the package -> the names that the package has from it, separated by spaces.
     """
     home = {name: module for module, names in modules.items() for name in names.split()}

@@ -66,8 +66,8 @@ def main() -> int:
 
 
 def check_paths(config: Config) -> None:
-    """Check, before PyTorch is loaded, that shards, first weights and teacher are where the config says; what is in a store is left to
-    the start. Raises UserError: one is missing."""
+    """Check, before PyTorch is loaded, that shards, first weights and teacher are where the config says; what is in a store is
+    left to the start. Raises UserError: one is missing."""
     from pipeline.checkpoint.folder import check_source, saved_steps
     from pipeline.models.registry import is_timm
     from pipeline.shards.mixed_set import of_mix

@@ -3,9 +3,9 @@
 An image gets one of three with equal probability: grayscale, solarization, a Gaussian blur; then its brightness, contrast and
 saturation are multiplied by random factors, in random order. Ranges and probabilities are those of the authors' ``augment.py``.
 
-The blur is Pillow's: on the CPU by Pillow itself, in a DALI graph by the same sums of three box filters along each axis (Gwosdek et al.,
-"Theoretical Foundations of Gaussian Convolution by Extended Box Filtering", 2011), rounded to 8 bits after each. DALI's own blur is a
-sampled Gaussian, up to 9 levels of 255 away.
+The blur is Pillow's: on the CPU by Pillow itself, in a DALI graph by the same sums of three box filters along each axis
+(Gwosdek et al., "Theoretical Foundations of Gaussian Convolution by Extended Box Filtering", 2011), rounded to 8 bits after
+each. DALI's own blur is a sampled Gaussian, up to 9 levels of 255 away.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class Judge:
             return Verdict(f"{beat.who} ended at {beat.place}: {beat.message}.", beat.exit_code)
         if verdict := self.silent():
             return verdict
-        # A collective failed, but all ranks are alive, as one that was lost would have fallen silent by now: it timed out, or the
-        # network between two of them is cut.
+        # A collective failed, but all ranks are alive, as one that was lost would have fallen silent by now: it timed out, or
+        # the network between two of them is cut.
         if self._broken >= 2 * BROKEN_SILENCE_LIMIT:
             return self._behind(self._with(Status.BROKEN)[0])
         # All ranks are alive but none makes progress. Those that wait for the hung rank got further than it did.

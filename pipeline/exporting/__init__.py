@@ -121,7 +121,7 @@ def sample_images(image_size: int, batch: int) -> Tensor:
 
 
 def compare(subject: Subject, run: Callable[[Tensor], Tensor], precision: str, of: str) -> float:
-    """Compare scores for the batch sizes of ``BATCHES``; returns the largest difference, relative to the largest score of its batch.
+    """Compare scores for the sizes of ``BATCHES``; returns the largest difference, relative to the largest score of its batch.
 
     Args:
         run: the export, (B, 3, S, S) float32 -> (B, classes).

@@ -210,9 +210,9 @@ def export_onnx(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
         raise UserError(problem, install_extra("onnx"))
     import onnxruntime
 
-    program, named = trace(subject), {"input_names": [INPUT], "output_names": [OUTPUT]}
+    program, options = trace(subject), {"opset_version": OPSET, "verbose": False, "external_data": False}
     with refusals_explained(subject, f"torch.onnx with opset {OPSET}"):
-        made = torch.onnx.export(program, opset_version=OPSET, **named, verbose=False, external_data=False)  # type: ignore[arg-type]
+        made = torch.onnx.export(program, input_names=[INPUT], output_names=[OUTPUT], **options)  # type: ignore[arg-type]
         assert made is not None
         model: Any = made.model_proto
     if precision == "fp16":

@@ -1,7 +1,4 @@
-"""Evaluate exactly: every image counts once, for any world size and batch size.
-
-Used by the command ``pipeline.evaluate`` and during training.
-"""
+"""Evaluate exactly: every image counts once, for any world size and batch size."""
 
 from __future__ import annotations
 
@@ -56,7 +53,6 @@ def evaluate(
 
     Args:
         forward: images (B, 3, H, W) -> logits (B, classes).
-        loader: from :func:`evaluation_loader`.
         stop: called before every batch; returns True, on all ranks alike, to abandon the pass.
         consumer: gets each batch of this rank with its logits (B, classes) float32, the best classes (B, 5), and its losses (B,)
             float64. Padding and images that cannot be used are among them: ``batch.valid`` is False.

@@ -161,7 +161,6 @@ class ImageList(CheckedImages):
     its place, and :attr:`errors` has the reason by its number.
 
     Args:
-        found: from :func:`find_images`.
         classes: the model's, in index order.
         by_folder: an image's label is the class that its folder is named after; an image in another folder is an error.
     """

@@ -47,11 +47,10 @@ class Loader(Generic[AnyBatches]):
     CUDA stream that is current where they are taken. Raises UserError: as :func:`decoding_device`.
 
     Args:
-        batches: the samples and augmentation of each.
         config: normalization, threads, prefetch depths, number of bad samples to tolerate.
         cpu_threads: default for ``config.num_threads``: this rank's share of the node's cores.
         start: number of the first batch, which the others follow; or the endless numbers of all.
-        bad: records the samples that cannot be used; by default, a record of the loader's own.
+        bad: records the samples that cannot be used; default: the loader's own.
         decode: where to decode, instead of ``config.decode``.
         form: what a GPU decodes, as :mod:`pipeline.loader.probe` finds out: REGIONS, or WHOLE images.
         image_format: data type and memory format of the images; augmentations compute in float32 before.

@@ -1,4 +1,4 @@
-"""Decode on the GPU and on the CPU in turns, measure what a step takes with each, keep the faster (``data.decode=auto`` on a GPU);
+"""Decode on the GPU and on the CPU in turns, measure what a step takes with each, keep the faster (``data.decode=auto``);
 change the images' side with the epoch (``data.size_schedule``).
 
 What counts is a step of training, not the loader alone: a GPU that decodes trains less meanwhile. A loader is a pure function of
@@ -121,7 +121,7 @@ OpenSized = Callable[[TrainBatches, int, AnyLoader | None], AnyLoader]
 class SizedLoader:
     """Training batches from ``start`` on as a :class:`~pipeline.loader.loader.Loader` yields them, with its attributes.
 
-    Which side a batch has follows from its number, so that a run resumes with it; memory, DALI's graph and augmentations are of one side.
+    Which side a batch has follows from its number, so that a run resumes with it; DALI's graph and augmentations have one.
     ``open_loader`` makes a loader of batches of one side, the number of the first, and the loader before, if there was one.
     ``batches`` have the model's ``image_size``.
     """

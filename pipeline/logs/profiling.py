@@ -43,7 +43,6 @@ class StepProfiler:
     Args:
         window: first and last step to record (``log.profile_steps``); None: none.
         done: steps before this start.
-        last_step: of the schedule.
     """
 
     def __init__(self, run_folder: Path, window: tuple[int, int] | None, world: World, done: int, last_step: int) -> None:

@@ -44,7 +44,6 @@ class RunLog:
         start_step: the step that this start resumes from; later rows, of a start that was killed, are removed.
         flops_per_image: of a training step, for the model FLOPs utilization (MFU); None: not known, so there is none.
         bad_samples: sample -> message, those of earlier starts. As an attribute: all so far, the same on every rank.
-        store: where the data comes from.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class RunLog:
         10 s without a line, rank 0 shows its own figures, which no other rank takes part in.
 
         Args:
-            step: done.
             metrics: what :func:`pipeline.metrics.recording` has collected of it.
             bad_samples: new on this rank: sample -> message.
         """

@@ -4,8 +4,8 @@ PyTorch's ``SummaryWriter`` writes from a thread: if its folder is removed or th
 traceback, and a file that was removed is recreated without its former content. This module uses its record format, not its
 thread.
 
-TensorBoard sorts groups by name and expands the first. So ``at_a_glance`` has copies of the curves that tell whether a run learns, is
-fast and is healthy: a point for each flush of the log, and for each evaluation.
+TensorBoard sorts groups by name and expands the first. So ``at_a_glance`` has copies of the curves that tell whether a run
+learns, is fast and is healthy: a point for each flush of the log, and for each evaluation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The model families, a registry that builds them by name, and their weights in this project's and the authors' layouts.
 
-Where a paper and its authors' code differ, a family follows the code, so that ``load_reference_state_dict`` can load their weights; each
-such place says so."""
+Where a paper and its authors' code differ, a family follows the code, so that ``load_reference_state_dict`` can load their
+weights; each such place says so."""
 
 from typing import TYPE_CHECKING
 

@@ -96,7 +96,6 @@ class DeiT(ClassTokenModel, PhiModel):
     Raises UserError: ``image_size`` is not a multiple of 16.
 
     Args:
-        layout: heads and width.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size, because of the position embedding. With
             ``conditional_position``, and in the feature form, it takes any, also images that are not square.
     """
@@ -177,7 +176,6 @@ class DeiT3(ClassTokenModel):
     UserError: ``image_size`` is not a multiple of 16.
 
     Args:
-        layout: heads and width.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size. In the feature form it takes any, also images
             that are not square. ``drop_path``: of every block.
     """

@@ -65,8 +65,8 @@ def register(
 
     Args:
         data: image size and number of classes that the paper's figures are for.
-        sizes: name = (layout, with which ``family`` is called, one line for the list of models, the paper's parameters in millions, GMACs,
-            top-1 in percent and, where it has them, images per second).
+        sizes: name = (layout, with which ``family`` is called, one line for the list of models, the paper's parameters in
+            millions, GMACs, top-1 in percent and, where it has them, images per second).
     """
     for name, (layout, description, params_m, gmacs, top1, *speed) in sizes.items():
         build = partial(family, layout)

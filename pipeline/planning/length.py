@@ -175,7 +175,6 @@ def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: flo
     read, or too many samples are bad.
 
     Args:
-        config: data and augmentation.
         shards: a shard set with a train split, in a folder or a store.
         seconds: how long to measure; at least two batches.
     """

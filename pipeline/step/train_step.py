@@ -167,8 +167,8 @@ def sample_noise(model: VisionModel, batch: Batch, seed: int) -> Tensor | None:
     """
     count = model.noise_per_sample
     if model.draws_from_generator:
-        # Below 2**63: the words of the first image that follow those for stochastic depth. Its place belongs to one step, micro-batch
-        # and rank, and differs between them.
+        # Below 2**63: the words of the first image that follow those for stochastic depth. Its place belongs to one step,
+        # micro-batch and rank, and differs between them.
         first = (batch.request.epoch[:1], batch.request.position[:1])
         low, high = random_words(Stream.STOCHASTIC_DEPTH, seed, *first, count + 2)[0, count:].tolist()
         model.generator_seed = low | (high & 0x7FFFFFFF) << 32

@@ -103,8 +103,7 @@ class Position:
     process sends this run to this target, or the file cannot be read or written.
 
     Args:
-        run: the run folder.
-        tracker: its name. target: where it sends to.
+        target: where the tracker sends to.
         folder: of the file; None: the user's own.
     """
 

@@ -89,7 +89,6 @@ class Tracker(Protocol):
 
         Args:
             segment: ``place`` may be set.
-            about: the run.
             sent: items that were handed over, of which some may have got lost.
         """
 

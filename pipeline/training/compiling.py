@@ -11,7 +11,7 @@ analyses run the modules themselves, so that the figures of a run are those of `
            the forward pass of a micro-batch and its backward pass are two
 ========== ==================================================================================
 
-ZeRO-3 has hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled there.
+ZeRO-3 has hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled.
 
 A requeued run finds its compiled code in the user's own cache folder: not in the run folder, from which nothing is ever run. The ranks of
 a node share a folder: Inductor and Triton write a file under a name made of the process's number or at random, and rename it. Ranks of

@@ -187,7 +187,6 @@ def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
 
     With ``eval.analyses``, also logs what the current weights do with the first images. Leaves the engine in eval mode.
     """
-
     state, step = run.train_state, run.step
 
     def stopped() -> bool:

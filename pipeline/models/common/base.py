@@ -80,15 +80,12 @@ class VisionModel(nn.Module):
         self._drops = any(rate > 0 for rate in drop_path_rates)
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Class scores.
+        """Class scores, (B, num_classes).
 
         Args:
             images: (B, 3, H, W) of a size that the model takes; UserError for another.
             noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth and dropout; None: drawn from PyTorch's
                 generator. The training loop passes numbers that do not depend on the world size. Unused in eval mode.
-
-        Returns:
-            (B, num_classes).
         """
         raise NotImplementedError
 

@@ -39,7 +39,6 @@ class GMLP(VisionModel):
 
     Args:
         width: channels of a token.
-        depth: number of blocks.
         ratio: the gating units have ``ratio * width`` input channels.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size, because there is a mixing weight per pair of
             tokens, but in the feature form. ``drop_path``: of all blocks.

@@ -93,7 +93,6 @@ class LSAT(VisionModel):
     """Locally shifted attention transformer. Raises UserError: ``image_size`` or ``switches.heads`` does not suit the layout.
 
     Args:
-        layout: a column of Table 2.
         options: ``image_size``: a multiple of the patch embedding's stride, large enough for a token on the last level.
             ``forward`` takes no other size, because of the position embeddings, except in the feature form. ``drop_path``: of
             every branch (0.1 in the published code).

@@ -182,15 +182,12 @@ class PerViT(PhiModel):
     """Peripheral Vision Transformer.
 
     Args:
-        layout: widths and depths.
         options: ``image_size``: a multiple of 16, at least 32. ``forward`` takes other sizes too: Φp is computed for the grid of
             the image. ``activation_checkpointing``: neither of the stem, whose BatchNorm would update its statistics twice, nor of
             Φp, whose activations do not grow with the batch.
 
-    Probes of every layer: ``phi_p``, ``phi_c`` and ``attention``, see :class:`PeripheralAttention`.
-
-    Raises:
-        UserError: ``image_size`` does not fit the stem, or a width the heads.
+    Probes of every layer: ``phi_p``, ``phi_c`` and ``attention``, see :class:`PeripheralAttention`. Raises UserError:
+    ``image_size`` does not fit the stem, or a width the heads.
     """
 
     reference_names = (

@@ -122,7 +122,6 @@ class ShardCache:
     Args:
         folder: created when it is needed, in an existing folder: where a disk is not mounted, the one below is not filled.
         limit: bytes that all shards in it may take; None: as many as the disk has.
-        keep_free: share of the disk that is left free.
     """
 
     def __init__(self, folder: Path, limit: int | None = None, keep_free: float = KEEP_FREE) -> None:
