@@ -3,8 +3,6 @@
 Answers ``--help`` and mistakes without importing a command, of which some take seconds.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Parse a command's arguments, run it and end it: a mistake of the user is one sentence, not a traceback."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -8,8 +8,6 @@ The last two are a short run to see that everything works, and one on the CPU of
 run. Writes demo/ and runs/demo/ in the current folder; a second call skips what is done.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

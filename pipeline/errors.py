@@ -1,7 +1,5 @@
 """Define errors of the user, one sentence each, and the exit codes of all commands."""
 
-from __future__ import annotations
-
 import difflib
 import signal
 from collections.abc import Iterable, Sequence

@@ -10,8 +10,6 @@ folder as published, or shards of it). If the run kept an average of its weights
 --weights says otherwise.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Replace files atomically, append to files, lock them, and explain a disk that is full or read-only."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

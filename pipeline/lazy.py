@@ -1,8 +1,6 @@
 """Import late: lazy package imports (PEP 562), a module is loaded when one of its names is first used, so that ``--help`` need not load
 PyTorch; and what a config names as ``module:name``."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

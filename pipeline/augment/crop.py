@@ -3,8 +3,6 @@
 Numbers only; the pixels follow in :mod:`pipeline.loader.dali_graph` and :mod:`pipeline.loader.cpu_transform`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -4,8 +4,6 @@ They are not authenticated: whoever can write there can end the run anyway (``do
 and no message can end a run as if it were finished.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ through host memory where it could copy from GPU to GPU. So the job scripts leav
 every rank (``--gpu-bind=none --cpu-bind=none``), and each rank takes its cores here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import ipaddress

@@ -4,8 +4,6 @@ Time counts only while the detector itself was running and saw no change. So nei
 of the detecting process makes other ranks look silent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pipeline.cluster.beats import Beat, Status, Verdict

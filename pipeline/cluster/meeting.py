@@ -7,8 +7,6 @@ On one machine, port and secret go from rank 0 to the others through a Unix sock
 user is at its other end, no other machine reaches it, and unlike a file it is gone when a start is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -5,8 +5,6 @@ listens on the network. On several nodes the store and the connections of gloo a
 ``docs/security.md``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

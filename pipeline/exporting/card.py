@@ -1,7 +1,5 @@
 """Write the model card beside an export: what the model is, how good it is, how it was trained, how to load it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import PurePath
 from typing import Any

@@ -4,8 +4,6 @@
 The batch size is free, and what depends on weights alone is a constant.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import operator

@@ -6,8 +6,6 @@ An output that ends with the format's ending is a file, ``NAME``, and beside it 
 reads them; they leave out the card, which its owner completes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Mapping

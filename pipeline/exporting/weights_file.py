@@ -5,8 +5,6 @@ The folder's ``config.json`` names timm's architecture, its arguments, the prepr
 timm's names. What timm does not have keeps this project's name, which one import registers (:mod:`pipeline.models.timm.for_timm`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Evaluate exactly: every image counts once, for any world size and batch size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Find the images that a user names, in files, folders, patterns, tars, zips, shard sets or a list, as samples for ``pipeline.predict``."""
 
-from __future__ import annotations
-
 import glob
 import io
 import os

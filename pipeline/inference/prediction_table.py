@@ -22,8 +22,6 @@ The metadata of a parquet file has the classes as JSON: ``classes``, and ``class
 order of the images, for any world size and batch size.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -39,7 +37,7 @@ from pipeline.errors import UserError, missing_extra
 from pipeline.files import check_writable, replace_file
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 COLUMNS = ("file", "top1", "top1_name", "probability", "top5", "error")
 LABEL_COLUMNS = ("label", "probabilities", "label_probability", "loss")

@@ -5,8 +5,6 @@ DeiT's authors published (``train.teacher_weights``). Nothing is downloaded. The
 else needs them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType

@@ -1,8 +1,6 @@
 """Load a trained model from a run folder, one of its checkpoints, an exported file, a timm folder or an authors' file: its weights and
 config, or, with :func:`load`, the model with its input transform and class names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

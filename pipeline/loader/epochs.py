@@ -4,8 +4,6 @@ They read the same stream as a run (:mod:`pipeline.loader.batches`): the sample 
 are the same. What differs is where batches begin and end, and that mixing groups begin anew with each epoch.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any

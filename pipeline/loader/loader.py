@@ -1,7 +1,5 @@
 """Read, decode and augment batches and yield PyTorch tensors (ARCHITECTURE.md: the life of a batch)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice

@@ -1,7 +1,5 @@
 """Read encoded images ahead of time in threads; replace samples that cannot be read or decoded, name each once, limit their number."""
 
-from __future__ import annotations
-
 import io
 import re
 import threading

@@ -3,8 +3,6 @@
 Every picture is (3, height, width) uint8.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Reduce over all ranks what each has recorded: metrics of steps, bad samples, requests to a store."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from collections import Counter

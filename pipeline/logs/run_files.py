@@ -12,8 +12,6 @@ in the log of the start before: those after ``step`` are repeated. ``whole`` tel
 has no end. Whoever shows the run reads it (:mod:`pipeline.runs`); a run goes on if it cannot be written.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -3,8 +3,6 @@
 If a file cannot be written, or was removed, the run ends on all ranks with one error: a run without its log is of no use.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -9,8 +9,6 @@ One line per optimizer step, with its micro-batches in order. ``start`` is the f
 that was repeated after a resume has several lines; the weights come from the latest by ``time`` (Unix time in seconds).
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import time

@@ -9,8 +9,6 @@ of Eq. 5 their softmax peaks at a fixed offset per head, so that a layer with h 
 √h x √h kernel and can depart from it in training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import isqrt
 from typing import Annotated, Any

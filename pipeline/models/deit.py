@@ -10,8 +10,6 @@ et al., "Going deeper with image transformers", ICCV 2021, Eq. 5), the class tok
 has the same rate in every block.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Count the parameters and multiply-accumulates (1 GMAC = 1e9) of a model with fvcore."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ these names, and with ``model.options``; it returns a ``torch.nn.Module``, image
 names are ``net.`` and the module's.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from functools import partial

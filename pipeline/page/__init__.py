@@ -3,8 +3,6 @@
 Whatever comes from a file (names of classes, keys, messages) goes through :func:`html`, which escapes it.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Find the length of a run: its images, steps, evaluations, checkpoints, and the Slurm jobs that it takes; measure its loader."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

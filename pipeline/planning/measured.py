@@ -1,7 +1,5 @@
 """Read what was measured before: a run's own steps, or those that a check of a GPU has recorded, the most similar to the plan."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

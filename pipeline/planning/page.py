@@ -1,7 +1,5 @@
 """Write the page and the JSON of a plan: memory by part, what to change where it does not fit, time, length and storage."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

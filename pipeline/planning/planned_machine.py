@@ -8,8 +8,6 @@ The engine's allocations are those of :mod:`pipeline.optim.plain_engine`, or of 
 with the settings of :func:`pipeline.optim.engine.deepspeed_config`, of the rank that holds most.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

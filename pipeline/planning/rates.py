@@ -4,8 +4,6 @@ An operator takes the slower of computing and moving bytes (Williams et al., "Ro
 links of a node and the network between nodes.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

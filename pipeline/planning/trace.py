@@ -3,8 +3,6 @@
 The tensors are PyTorch's fake ones: sizes are exact, nothing is allocated, and no GPU is needed.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections import Counter

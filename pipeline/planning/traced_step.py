@@ -1,7 +1,5 @@
 """Trace a training step and an evaluation on tensors without values: what is in memory when most is, and what the device runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

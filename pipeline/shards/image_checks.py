@@ -8,8 +8,6 @@ one PNG in ImageNet does. Images that Pillow cannot decode are rejected, as are 
 exhaust decoders. EXIF is not parsed and may be malformed; orientation is ignored in writing and in reading.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import warnings

@@ -3,8 +3,6 @@
 Images are checked and re-encoded as when shards are written, so that results are identical.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from abc import abstractmethod

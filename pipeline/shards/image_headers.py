@@ -17,8 +17,6 @@ Alpha is dropped, as Pillow's ``convert("RGB")`` drops it. All others are stored
 cuts them off, ignores that a TIFF is rotated, which Pillow does not, and cannot read WebP with some EXIF blocks.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import struct

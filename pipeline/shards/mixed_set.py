@@ -1,7 +1,5 @@
 """Read several shard sets as one training split: ``data.path`` and those of ``data.mix``, with their classes matched by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -8,8 +8,6 @@ on the host (:func:`what_hinders`), and all that outlives a step must be in memo
 graph, which also compiles kernels, connects NCCL, and makes the optimizer's state. Capturing launches nothing and changes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Compute the training loss: that of images which mix two labels, and that of a teacher's decision beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

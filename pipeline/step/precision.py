@@ -1,7 +1,5 @@
 """Choose the precision, bf16 where all devices have instructions for it, else fp32; let sums be added in a fixed order."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Take a training step: forward and backward passes of its micro-batches, then the optimizer, the weight average and BatchNorm."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ have come. The epoch is the sets' parts, shuffled together. As for one set (:mod
 the position and nothing is stored.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property

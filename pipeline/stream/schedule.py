@@ -1,7 +1,5 @@
 """Compute the length of a run in steps and epochs, and when its evaluations are due."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction

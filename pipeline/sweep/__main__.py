@@ -9,8 +9,6 @@ runs/ and the file's name. Finished runs are skipped, interrupted ones resume. C
 On a cluster: bash launch/sweep.slurm [options of sbatch] FILE
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re

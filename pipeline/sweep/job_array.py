@@ -5,8 +5,6 @@ then the overrides, one a line, so that the job script reads them without Python
 the file. The name of that folder in a job's command tells which runs wait in Slurm's queue.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Train all runs of a sweep on this machine, one after the other or some at a time."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

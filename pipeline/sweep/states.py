@@ -1,7 +1,5 @@
 """Tell how far the runs of a sweep are, and make the page that compares them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

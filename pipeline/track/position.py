@@ -9,8 +9,6 @@ and sending goes on behind it. So nothing arrives twice, and nothing is missing.
     ~/.local/state/pervit-track/RUN-TRACKER-DIGEST.json        or in $XDG_STATE_HOME
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Read what is new, note it, send it, in a loop. Whatever fails is tried again; the training knows nothing of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

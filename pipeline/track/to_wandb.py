@@ -5,8 +5,6 @@ files (:func:`history`) where it is offline. The charts' axis is ``step``, the o
 ``WANDB_API_KEY``, ``WANDB_BASE_URL``, ``WANDB_ENTITY`` and so on are the client's, as always.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

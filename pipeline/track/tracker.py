@@ -1,7 +1,5 @@
 """Define what is sent, under which names, and what a tracker must offer."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

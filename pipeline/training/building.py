@@ -4,8 +4,6 @@ Precision, ZeRO stage, decoding, compiling and the size of a micro-batch are cho
 :class:`Settled` that it gets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial

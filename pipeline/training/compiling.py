@@ -19,8 +19,6 @@ different nodes, whose numbers may be equal, never do. Ranks with GPUs of one nu
 find them. Where each rank sees all GPUs of its node, a graph names its GPU, and all compile at once.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import gc

@@ -4,8 +4,6 @@ All checks are those of a real start, in its order, so that what would stop a st
 out: compiling (``train.compile``), whose cache is files, and evaluation.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Train a run to its end: steps, evaluations, checkpoints."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 from functools import partial

@@ -6,8 +6,6 @@ the global batch, but BatchNorm normalizes over a micro-batch, and sums are roun
 its number of processes does not divide the global batch by this one, or where it does not fit into another kind of GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from contextlib import suppress

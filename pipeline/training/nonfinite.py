@@ -1,7 +1,5 @@
 """Skip and count a step with non-finite gradients, or stop the run and dump what reproduces it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from functools import partial

@@ -7,8 +7,6 @@ Exit code 0: yes, and the restart is recorded in ``restarts.json`` in the run fo
 A run whose last three restarts all began at the checkpoint that is still the newest makes no progress, and is not restarted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Start or resume a run: find its checkpoint, compare config and data with it, settle, build, open the log."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

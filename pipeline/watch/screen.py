@@ -1,7 +1,5 @@
 """Keep the curves of runs up to date from their files, and draw a run as a page of a terminal, or as a line among several."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Define the base class of all models: the interface that training, evaluation and checkpoints rely on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase

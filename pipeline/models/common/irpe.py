@@ -5,8 +5,6 @@ The score of query i and key j gets the product of query i with a learned vector
 indices, of the offsets in rows and in columns, which are exact nearby and grow like the logarithm far away.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

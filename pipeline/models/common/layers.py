@@ -1,7 +1,5 @@
 """Share between the families: MLP, dropout, checks of sizes, initialization, typed module lists, constant tables, resampling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, wraps

@@ -6,8 +6,6 @@ weight from the tokens at the border). Nearly all windows have the same connecti
 once for each window, of which an image of 800 x 1333 pixels has hundreds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple

@@ -4,8 +4,6 @@ LayerNorm, Linear, GELU, gating unit, Linear, residual. The gating unit splits t
 one half and multiplies the result with the other. The block replaces both attention and MLP of a transformer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 

@@ -5,8 +5,6 @@ Size as in the paper's Table 1; details as in timm's ``gmlp_s16_224``, whose wei
 Probes of every block: ``position`` and, with ``mixing: ggqpe``, ``covariance`` (:mod:`pipeline.models.gated_mlp.token_mixing`).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Literal
 

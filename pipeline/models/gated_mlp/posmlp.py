@@ -5,8 +5,6 @@ A four-stage pyramid of gated blocks on windows. Probes of every block: ``positi
 ``covariance`` (:mod:`pipeline.models.gated_mlp.token_mixing`).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import torch

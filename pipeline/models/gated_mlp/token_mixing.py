@@ -6,8 +6,6 @@ depends on parameters only, not on the image, and is computed once per layer and
 :class:`GaussianMap` is a Gaussian of the relative position with six parameters per group.
 """
 
-from __future__ import annotations
-
 from typing import Literal, cast
 
 import torch

@@ -11,8 +11,6 @@ embedding and projection, and keeps norms, MLP and position embedding. In both a
 takes, and the global blocks are LSAT's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal

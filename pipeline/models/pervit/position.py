@@ -6,8 +6,6 @@ convolution, instance norm, sigmoid. It depends on parameters only and is comput
 (:mod:`pipeline.models.pervit.phi_model`). :class:`PhiDesign` holds the variants of Table 5.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

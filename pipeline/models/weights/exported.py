@@ -1,7 +1,5 @@
 """Read and write files of weights: safetensors whose metadata describe the model, and state dicts of ``torch.save``."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -3,8 +3,6 @@
 Each family lists the name pairs once, for both directions.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set

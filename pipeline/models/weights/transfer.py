@@ -1,7 +1,5 @@
 """Transfer trained weights: reinitialize the head for other classes, resample position embeddings for another image size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

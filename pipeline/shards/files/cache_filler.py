@@ -1,7 +1,5 @@
 """Fill the cache of a node with shards, each verified before anybody can open it there, and look after those that are there."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

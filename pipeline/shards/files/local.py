@@ -1,7 +1,5 @@
 """Read the files of a shard set from wherever they are: a folder, a store, or the cache of the node."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
