@@ -6,7 +6,10 @@
 Features are what the classifier sees. --data has the splits train and val, of any classes: those that the model was trained on or others.
 """
 
+from __future__ import annotations
+
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -14,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.command_line import command_parser, run_command
-from pipeline.files import check_writable, write_json
+from pipeline.files import check_writable
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked
 from pipeline.stores.place import place_argument
 from pipeline.terminal import fitted
@@ -38,7 +41,8 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.logs.console import stage
     from pipeline.shards.image_folder import check_data, open_split
 
-    check_writable(args.json)
+    if args.json:
+        check_writable(args.json)
     check_source(args.checkpoint, args.step)
     check_data(args.data)
     with stage("loading the libraries"):
@@ -72,7 +76,8 @@ def run(args: argparse.Namespace) -> None:
         spread = f"± {statistics.stdev(tries):.2f} in {len(tries)} tries" if len(tries) > 1 else ""
         lines.append(f"{name:<11}{statistics.mean(tries):6.2f} %   {f'C = {c:.3g}' if name == 'linear' else spread}".rstrip())
     print(fitted("\n".join(lines), sys.stdout))
-    write_json(args.json, row)
+    if args.json:
+        args.json.write_text(json.dumps(row, indent=1) + "\n")
 
 
 command = partial(run_command, main, resumes=False)

@@ -1,5 +1,7 @@
 """Decide together: the error of one rank is raised on all, and all stop, or publish a checkpoint, at the same step."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,8 +53,10 @@ class Agreement:
     Collective: every rank must make the same calls.
 
     gloo's ring passes a status on 2 (N - 1) times, one after the other, at about 40 µs each. From 512 ranks on only every second
-    call starts an all-reduce, at 1,024 every fourth, so that steps of 20 ms still do not wait for it. Raises UserError: the
-    ranks cannot reach each other; an exchange waits for one for ``timeout`` seconds.
+    call starts an all-reduce, at 1,024 every fourth, so that steps of 20 ms still do not wait for it.
+
+    Raises:
+        UserError: the ranks cannot reach each other; an exchange waits for one for ``timeout`` seconds.
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT, every: int | None = None) -> None:
@@ -68,8 +72,11 @@ class Agreement:
             raise UserError(f"the ranks cannot connect over gloo ({first_line(error)})", remedy) from None
 
     def exchange(self, stop: int = 0, save_failed: bool = False, written: int = 0) -> Agreed:
-        """Exchange this rank's status, with the meanings of :class:`Agreed`. Collective. Returns the status of all ranks at the
-        all-reduce before the newest one; at first, that nothing has happened."""
+        """Exchange this rank's status, with the meanings of :class:`Agreed`. Collective.
+
+        Returns:
+            The status of all ranks at the all-reduce before the newest one; at first, that nothing has happened.
+        """
         if self._calls % self._every == 0:
             self._wait()
             highest_stop, any_failed, fewest_written = self._values.tolist()

@@ -7,8 +7,6 @@ pervit config --recipes       the configs that --config takes by name, and their
 pervit config --config ablations/pervit_table1_e_no_cpe    a config in full, as a file, with what it is in its first lines
 """
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Build the engine of a run, ours without ZeRO and DeepSpeed's with it, from the run's config alone, and step its optimizer."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -44,14 +42,12 @@ def choose_zero_stage(config: Config, world_size: int, parameters: Callable[[], 
     """The ZeRO stage that a run takes, and why another one than the config's, in half a sentence.
 
     It is 0 for one process, which has nobody to share with: stages 1 to 3 would copy every gradient into a bucket, the gradients into
-    a flat shard, and keep the weights twice.
+    a flat shard, and keep the weights twice. Raises UserError: the optimizer cannot step on slices of parameters, which is what
+    ZeRO gives it.
 
     Args:
         parameters: counts those that learn; asked only where "auto" depends on it.
         memory: bytes of a GPU; None: the devices are CPUs, which do not wait for launches, and whose memory all processes share.
-
-    Raises:
-        UserError: the optimizer cannot step on slices of parameters, which is what ZeRO gives it.
     """
     asked, optimizer = config.train.zero_stage, optimizer_description(config.optim)
     if world_size == 1:

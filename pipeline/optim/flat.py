@@ -5,8 +5,6 @@ the ranks while the others are still being computed. A parameter group is in one
 tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

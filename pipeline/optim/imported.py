@@ -93,11 +93,8 @@ class ImportedOptimizer(OptimizerDescription):
         return size  # PyTorch's documentation of foreach: about one copy of the parameters
 
     def _state_names(self, trial: _Trial) -> StateNames:
-        """What it keeps for each parameter.
-
-        Raises:
-            UserError: something else than tensors of a parameter's shape and numbers that are equal for a group's parameters.
-        """
+        """What it keeps for each parameter. Raises UserError: something else than tensors of a parameter's shape and numbers
+        that are equal for a group's parameters."""
         found = []
         for parameter, first in ((parameter, group[0]) for group in trial.tensors for parameter in group):
             state, of_first = trial.optimizer.state[parameter], trial.optimizer.state[first]
@@ -175,10 +172,8 @@ def imported_optimizer(config: OptimConfig) -> ImportedOptimizer:
     """The description of ``optim.name=module:Class``, which is tried out once for each set of options."""
     described = _described(config.name, yaml.safe_dump(config.options))
     if config.weight_decay and not described.decays:
-        raise UserError(
-            f"optim.weight_decay must be 0 with optim.name={config.name}, which has none, got {config.weight_decay:g}",
-            "set optim.weight_decay=0",
-        )
+        problem = f"optim.weight_decay must be 0 with optim.name={config.name}, which has none, got {config.weight_decay:g}"
+        raise UserError(problem, "set optim.weight_decay=0")
     return described
 
 
@@ -190,10 +185,8 @@ def _described(name: str, options: str) -> ImportedOptimizer:
 def _imported(name: str) -> Any:
     found = import_named("optim.name", name, "a class that can be imported, as module:Class")
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise UserError(
-            f"optim.name must be a subclass of torch.optim.Optimizer, got {name} ({type(found).__name__})",
-            "name a class, such as torch.optim:NAdam",
-        )
+        problem = f"optim.name must be a subclass of torch.optim.Optimizer, got {name} ({type(found).__name__})"
+        raise UserError(problem, "name a class, such as torch.optim:NAdam")
     return found
 
 

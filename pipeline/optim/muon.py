@@ -1,7 +1,5 @@
 """Step with Muon for the matrices of the blocks and AdamW for all else, for parameters that are split over ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Draw curves as plotly figures, long ones thinned so that no spike is lost; show those of a training, and its speed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape

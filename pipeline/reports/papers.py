@@ -1,7 +1,5 @@
 """Find what the papers say: the recipe that a run's config comes from, with its figure, and a table by its name."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from itertools import groupby
@@ -97,11 +95,7 @@ def _model(recipe: Path | PaperRow) -> str:
 
 
 def find_table(name: str) -> PaperTable:
-    """A table by its name.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """A table by its name. Raises UserError: there is none of that name."""
     tables = paper_tables()
     if name in tables:
         return tables[name]

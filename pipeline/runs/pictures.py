@@ -4,8 +4,6 @@ An event file is a sequence of records: length (8 bytes), checksum (4), an ``Eve
 start repeats are left out, as TensorBoard does: a file says from which step on it takes the place of earlier ones.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from contextlib import suppress
