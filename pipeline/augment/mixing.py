@@ -59,12 +59,8 @@ class MixupCutmix(BatchAugmentation):
         return self.sample(numbers, places.different)
 
     def sample(self, numbers: np.ndarray, apart: int) -> Mixing:
-        """How groups are mixed.
-
-        Args:
-            numbers: (G, UNIFORMS_PER_GROUP) in [0, 1).
-            apart: least distance, also around the end of the group, which has at least twice as many images.
-        """
+        """How groups are mixed. ``numbers``: (G, UNIFORMS_PER_GROUP) in [0, 1); ``apart``: least distance, also around the end
+        of the group, which has at least twice as many images."""
         method, distance, row, column = numbers[:, 2 * BETA_ATTEMPTS :].T
         cut = method < (self.switch if self.mixup and self.cutmix else float(bool(self.cutmix)))
         alpha = np.where(cut, self.cutmix, self.mixup)

@@ -156,12 +156,8 @@ def _opened_zip(path: str) -> zipfile.ZipFile:
 
 class ImageList(CheckedImages):
     """:class:`~pipeline.stream.samples.Samples` of images that a user names. What cannot be used does not end the pass: a grey image takes
-    its place, and :attr:`errors` has the reason by its number.
-
-    Args:
-        classes: the model's, in index order.
-        by_folder: an image's label is the class that its folder is named after; an image in another folder is an error.
-    """
+    its place, and :attr:`errors` has the reason by its number. ``classes``: the model's, in index order. ``by_folder``: an
+    image's label is the class that its folder is named after; an image in another folder is an error."""
 
     def __init__(self, found: Iterable[Found], classes: Sequence[str], by_folder: bool = False) -> None:
         super().__init__()

@@ -53,12 +53,9 @@ class Labelled:
 def collect_features(
     forward: Callable[[Tensor], Tensor], width: int, images: Samples, config: Config, world: World, beside: Path
 ) -> Labelled | None:
-    """The features of all images that can be used, in their order, prepared as in an evaluation; None but on rank 0. Collective.
-
-    Args:
-        forward: images (B, 3, H, W) -> features (B, width).
-        beside: a path in a folder that all ranks see, which keeps hidden files meanwhile.
-    """
+    """The features of all images that can be used, in their order, prepared as in an evaluation; None but on rank 0.
+    Collective. ``forward``: images (B, 3, H, W) -> features (B, width); ``beside``: a path in a folder that all ranks see,
+    which keeps hidden files meanwhile."""
     loader = evaluation_loader(images, config, world)
     merged: list[np.ndarray] = []
     with RankRows(beside, features_dtype(width), loader.batches, world) as rows:

@@ -101,11 +101,8 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
 
 
 def build_engine(model: Model, config: Config, world: World, optimizer: torch.optim.Optimizer | None = None) -> Engine[Model]:
-    """Wrap the model for training, sharded over the ranks as :func:`zero_stage` says. Collective.
-
-    Args:
-        optimizer: instead of the config's; each of its groups has the ``names`` of its parameters.
-    """
+    """Wrap the model for training, sharded over the ranks as :func:`zero_stage` says. Collective. ``optimizer``: instead of the
+    config's; each of its groups has the ``names`` of its parameters."""
     model.to(world.device)
     optimizer = optimizer or build_optimizer(model, config.optim)
     if zero_stage(config, world.size) == 0:

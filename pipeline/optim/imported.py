@@ -125,11 +125,8 @@ class ImportedOptimizer(OptimizerDescription):
 
 
 class _Trial:
-    """An optimizer of small parameters with given gradients, which steps as a run does.
-
-    Args:
-        flat: hand it a flat tensor for each group instead of its parameters, one group at a time, as ZeRO does.
-    """
+    """An optimizer of small parameters with given gradients, which steps as a run does. ``flat``: hand it a flat tensor for
+    each group instead of its parameters, one group at a time, as ZeRO does."""
 
     def __init__(self, description: ImportedOptimizer, config: OptimConfig, flat: bool = False) -> None:
         self._flat, generator = flat, torch.Generator().manual_seed(0)

@@ -234,12 +234,7 @@ def _convolution(name: str, args: Any, result: Any) -> tuple[str, float]:
 
 def fused(operators: Sequence[Operator], kept: set[int]) -> list[Operator]:
     """What a compiler makes of them: adjacent bandwidth-bound operators become one, which reads what others have written and writes what
-    others read.
-
-    Args:
-        operators: in order.
-        kept: numbers of the memory that is read after the last of them.
-    """
+    others read. ``operators``: in order; ``kept``: numbers of the memory that is read after the last of them."""
     last_read: dict[int, int] = {}
     for place, operator in enumerate(operators):
         for number, _ in operator.reads:

@@ -50,11 +50,7 @@ class Found:
 
 
 class PictureFiles:
-    """The pictures that count, as the files grow.
-
-    Args:
-        folder: ``RUN/tensorboard``, which need not exist yet.
-    """
+    """The pictures that count, as the files grow. ``folder``: ``RUN/tensorboard``, which need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -52,10 +52,8 @@ def choose_precision(asked: str, begun_with: str | None, world: World) -> Precis
         chosen, reason = begun_with, f"the run was started with it; a new one would take {fitting} here ({why})"
     warning = None
     if chosen == BF16 and not everywhere:
-        warning = (
-            f"train.precision is bf16, but {why}: it is emulated, and a training step takes {_SLOWDOWN} as long as in fp32; "
-            f"begin a new run with train.precision=auto or fp32."
-        )
+        slow = f"it is emulated, and a training step takes {_SLOWDOWN} as long as in fp32"
+        warning = f"train.precision is bf16, but {why}: {slow}; begin a new run with train.precision=auto or fp32."
     return Precision(chosen, reason, warning)
 
 

@@ -132,20 +132,16 @@ def choose_compilation(train: TrainConfig, world: World) -> str:
     if train.compile in (AUTO, OFF):
         return BLOCKS if train.compile == AUTO and on_gpu and not hooked else OFF
     if hooked:
-        raise UserError(
-            f"train.compile={train.compile} requires train.zero_stage 0, 1 or 2, got {train.zero_stage}, whose hooks on every "
-            f"submodule cannot be compiled",
-            "set train.compile=auto, or another train.zero_stage",
-        )
+        got = f"got {train.zero_stage}, whose hooks on every submodule cannot be compiled"
+        problem = f"train.compile={train.compile} requires train.zero_stage 0, 1 or 2, {got}"
+        raise UserError(problem, "set train.compile=auto, or another train.zero_stage")
     if train.compile == GRAPHS and not on_gpu:
         problem = f"train.compile={GRAPHS} requires a CUDA GPU, got {world.device.type}"
         raise UserError(problem, "set train.compile to auto or model")
     if train.compile == GRAPHS and train.activation_checkpointing:
-        raise UserError(
-            f"train.compile={GRAPHS} requires train.activation_checkpointing=false, got true, which runs blocks again in the "
-            f"backward pass: a graph of the forward pass does not hold them",
-            "set train.compile to blocks or model, or train.activation_checkpointing to false",
-        )
+        got = "got true, which runs blocks again in the backward pass: a graph of the forward pass does not hold them"
+        problem = f"train.compile={GRAPHS} requires train.activation_checkpointing=false, {got}"
+        raise UserError(problem, "set train.compile to blocks or model, or train.activation_checkpointing to false")
     return train.compile
 
 
@@ -169,7 +165,7 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
             do_in_main(lambda: weights_folder(place), world)
         initial = read_initial_weights(weights_folder(place) if of_timm else Path(place))
         said = load_pretrained(model, initial.weights, source, initial.classes, classes)
-        for sentence in (f"{initial.what} of {config.train.init_from}", *said):
+        for sentence in (f"{initial.what} of {place}", *said):
             say_once(world, f"init_from: {sentence}")
     return model
 
@@ -195,10 +191,8 @@ def build(
         teacher = load_teacher(config, world.device, classes if fresh else None)
     why = f" ({settled.zero_stage_reason})" if settled.zero_stage_reason else ""
     owner = "DeepSpeed's" if settled.zero_stage else "the"
-    say_once(
-        world,
-        f"building the optimizer, {describe(model, config.optim)}, and {owner} engine, ZeRO stage {settled.zero_stage}{why}",
-    )
+    said = f"building the optimizer, {describe(model, config.optim)}, and {owner} engine"
+    say_once(world, f"{said}, ZeRO stage {settled.zero_stage}{why}")
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if verified:
@@ -229,11 +223,8 @@ def training_loader(
         if decode != AUTO or world.device.type == "cpu":
             return opened(start, decode, bad)
         turns = Turns.of_steps(start, config.data.prefetch, batches.batches_per_step)
-        say_once(
-            world,
-            f"decoding on the GPU and on the CPU in turns for {turns.total} micro-batches, to keep the faster: "
-            f"data.decode=gpu or cpu settles it",
-        )
+        tried = f"decoding on the GPU and on the CPU in turns for {turns.total} micro-batches, to keep the faster"
+        say_once(world, f"{tried}: data.decode=gpu or cpu settles it")
         return TrialLoader(batches, turns, bad, opened, partial(keep_faster, world))
 
     return SizedLoader(batches, first_step * batches.batches_per_step, open_loader)
@@ -244,9 +235,6 @@ def keep_faster(world: World, seconds: dict[str, float]) -> str:
     of_ranks = world.gather(seconds)
     slowest = {decode: max(rank[decode] for rank in of_ranks) for decode in (GPU, CPU)}
     kept, other = sorted(slowest, key=lambda decode: slowest[decode])
-    say_once(
-        world,
-        f"decoding on the {kept.upper()} from now on: a micro-batch takes {1e3 * slowest[kept]:.1f} ms, and "
-        f"{1e3 * slowest[other]:.1f} ms with the {other.upper()} decoding",
-    )
+    took = f"{1e3 * slowest[kept]:.1f} ms, and {1e3 * slowest[other]:.1f} ms with the {other.upper()} decoding"
+    say_once(world, f"decoding on the {kept.upper()} from now on: a micro-batch takes {took}")
     return kept

@@ -26,10 +26,8 @@ def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
     shown = first_few([f"{loss:.4g}" for loss in losses], _SHOWN)
     allowed = run.config.train.max_skipped_steps
     if run.skipped_steps <= allowed:
-        run.log.warn(
-            f"step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown}); {run.skipped_steps} of "
-            f"{allowed} that train.max_skipped_steps allows"
-        )
+        said = f"step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown})"
+        run.log.warn(f"{said}; {run.skipped_steps} of {allowed} that train.max_skipped_steps allows")
         return
     run.step = step - 1
     run.train_state.batchnorm.restore()  # the next step's passes may have begun
@@ -64,12 +62,8 @@ def _write_dump(run: Run, step: int, folder: Path, result: StepResult) -> None:
         for number, (request, loss) in enumerate(zip(result.requests, result.losses))
     ]
     of_ranks = run.world.gather(rows)
-    report = {
-        "step": step,
-        "world_size": run.world.size,
-        "data": str(run.train_set.folder),
-        "micro_batches": [row for rows in of_ranks for row in rows],
-    }
+    report = {"step": step, "world_size": run.world.size, "data": str(run.train_set.folder)}
+    report["micro_batches"] = [row for rows in of_ranks for row in rows]
 
     def write() -> None:
         config = run.config.with_values({"output_dir": str(folder), "train.max_steps": step})

@@ -227,9 +227,8 @@ def _make(
     """A model for timm: its arguments in this project's terms."""
     sides = {img_size or model_entry(name).image_size} if not isinstance(img_size, Sequence) else set(img_size)
     if len(sides) != 1 or in_chans != 3 or drop_rate:
-        problem = (
-            f"img_size={img_size}" if len(sides) != 1 else f"in_chans={in_chans}" if in_chans != 3 else f"drop_rate={drop_rate}"
-        )
+        problem = f"in_chans={in_chans}" if in_chans != 3 else f"drop_rate={drop_rate}"
+        problem = problem if len(sides) == 1 else f"img_size={img_size}"
         raise UserError(
             f"{name} of pervit-pipeline has {problem}, but takes square images of 3 channels and has no such dropout",
             "leave it out",
