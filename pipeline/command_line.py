@@ -130,10 +130,9 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
     except ModuleNotFoundError as error:
         if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):
             _fail(traceback.format_exc(), 1)
-        _fail(
-            f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment with this project's "
-            f"packages (`source .venv/bin/activate`; `make install` in the repository makes it)."
-        )
+        made = "(`source .venv/bin/activate`; `make install` in the repository makes it)"
+        use = f"use the Python of the environment with this project's packages {made}"
+        _fail(f"error: {sys.executable} has no package {error.name!r}: {use}.")
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if lacks_memory(error):
             reason = first_line(error)

@@ -118,10 +118,9 @@ class Board:
         if note and rank not in self._warned:
             self._warned.add(rank)
             store, shown = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), note[: 4 * _SHOWN].decode(errors="replace")
-            print_now(
-                f"warning: {_key(rank)} in the job's store at {store} is not a heartbeat ({printable(shown, _SHOWN)}) and is ignored: "
-                f"somebody else writes to this port; see the repository's docs/security.md for how to keep strangers out"
-            )
+            said = f"{_key(rank)} in the job's store at {store} is not a heartbeat ({printable(shown, _SHOWN)}) and is ignored"
+            docs = "see the repository's docs/security.md for how to keep strangers out"
+            print_now(f"warning: {said}: somebody else writes to this port; {docs}")
 
 
 def print_now(line: str) -> None:

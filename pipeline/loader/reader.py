@@ -87,11 +87,9 @@ class BadSamples:
             instead = f"sample {self._shards.key(substitute)} replaces it"
             self._unreported[damage.index] = f"{damage}; {'it is skipped' if self._left_out else instead}"
             if len(self.replacement) > self._limit:
-                self._over = UserError(
-                    f"{len(self.replacement)} samples of {self._shards.folder} cannot be used, but data.max_bad_samples allows {self._limit}; "
-                    f"the last one: {damage}",
-                    "restore the files, or raise data.max_bad_samples",
-                )
+                many = f"{len(self.replacement)} samples of {self._shards.folder} cannot be used"
+                problem = f"{many}, but data.max_bad_samples allows {self._limit}; the last one: {damage}"
+                self._over = UserError(problem, "restore the files, or raise data.max_bad_samples")
                 raise self._over
 
     def take_unreported(self) -> dict[int, str]:

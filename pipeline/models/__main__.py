@@ -37,10 +37,8 @@ def overview() -> str:
     for name in models.list_models():
         entry = models.model_entry(name)
         published = "" if entry.paper_params_m is None else f"({entry.paper_params_m:g}M)"
-        lines.append(
-            f"{name:<18} {parameter_count(entry):>12,} {published:>8} {entry.image_size:>6} "
-            f"{entry.num_classes:>7}  {entry.description}; {entry.paper}"
-        )
+        figures = f"{parameter_count(entry):>12,} {published:>8} {entry.image_size:>6} {entry.num_classes:>7}"
+        lines.append(f"{name:<18} {figures}  {entry.description}; {entry.paper}")
     return "\n".join([*lines, *(f"{name:<18} {path}, of an installed package" for name, path in installed_models().items())])
 
 

@@ -42,11 +42,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     exempt = set() if config.decay_embeddings else model.no_weight_decay()  # type: ignore[operator]
     matrices = optimizer_description(config).matrices(model) - exempt
     if config.layer_decay is not None and model.num_layers < 2:  # type: ignore[operator]
-        raise UserError(
-            f"optim.layer_decay requires a model of two layers or more, got {config.layer_decay:g} for {type(model).__name__}, "
-            "whose parameters are all of one layer",
-            "set optim.layer_decay=null",
-        )
+        got = f"got {config.layer_decay:g} for {type(model).__name__}, whose parameters are all of one layer"
+        raise UserError(f"optim.layer_decay requires a model of two layers or more, {got}", "set optim.layer_decay=null")
     # Kind: layer (0 without layer-wise decay), whether the optimizer takes them as matrices, whether they decay.
     members: dict[tuple[int, bool, bool], dict[str, nn.Parameter]] = {}
     if config.layer_decay is None:  # these two and in this order, even if one is empty

@@ -54,11 +54,9 @@ def choose_zero_stage(config: Config, world_size: int, parameters: Callable[[], 
         return 0, "" if asked in (0, AUTO) else f"train.zero_stage {asked} has nothing to share out on one process"
     if isinstance(asked, int):
         if asked and not optimizer.takes_slices:
-            raise UserError(
-                f"train.zero_stage must be 0 on several processes with optim.name={config.optim.name}, which needs whole parameters, "
-                f"got {asked}",
-                "set train.zero_stage=0",
-            )
+            named = f"optim.name={config.optim.name}, which needs whole parameters"
+            problem = f"train.zero_stage must be 0 on several processes with {named}, got {asked}"
+            raise UserError(problem, "set train.zero_stage=0")
         return asked, ""
     if not optimizer.takes_slices:
         return 0, f"auto: {config.optim.name} needs whole parameters"

@@ -80,11 +80,9 @@ class ImportedOptimizer(OptimizerDescription):
         try:
             return self._class(groups, lr=config.warmup_lr, **config.options)
         except Exception as error:  # whatever a class of somebody else raises
-            raise UserError(
-                f"optim.name {config.name} cannot be constructed with parameter groups, lr and optim.options {config.options} "
-                f"({_words(error)})",
-                "correct optim.options, or choose another optimizer",
-            ) from None
+            given = f"parameter groups, lr and optim.options {config.options}"
+            problem = f"optim.name {config.name} cannot be constructed with {given} ({_words(error)})"
+            raise UserError(problem, "correct optim.options, or choose another optimizer") from None
 
     def state(self, group: Group) -> StateNames:
         return self._names
@@ -117,11 +115,8 @@ class ImportedOptimizer(OptimizerDescription):
         return found[0]
 
     def _refusal(self, what: str) -> UserError:
-        return UserError(
-            f"optim.name {self._config.name} must keep tensors of each parameter's shape and counts of steps only, got {what}: no "
-            "checkpoint could be resumed with it",
-            _REMEDY,
-        )
+        must = f"optim.name {self._config.name} must keep tensors of each parameter's shape and counts of steps only"
+        return UserError(f"{must}, got {what}: no checkpoint could be resumed with it", _REMEDY)
 
 
 class _Trial:

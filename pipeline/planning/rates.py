@@ -102,10 +102,8 @@ class CpuRates:
     def source(self) -> str:
         cores = len(os.sched_getaffinity(0))
         busy = f", while {self.load:.0f} processes wanted its {cores} cores" if self.load > _BUSY * cores else ""
-        return (
-            f"measured on this machine, {counted(self.threads, 'thread')}: {self.product / 1e9:.0f} GFLOP/s in products, "
-            f"{self.bandwidth[-1] / 1e9:.1f} GB/s of memory{busy}"
-        )
+        speed = f"{self.product / 1e9:.0f} GFLOP/s in products, {self.bandwidth[-1] / 1e9:.1f} GB/s of memory{busy}"
+        return f"measured on this machine, {counted(self.threads, 'thread')}: {speed}"
 
     @property
     def copies(self) -> float:

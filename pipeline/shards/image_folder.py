@@ -80,11 +80,9 @@ class ImageFolder(CheckedImages):
         number = {name: label for label, name in enumerate(self.classes)}
         unknown = [name for name in folders if name not in number]
         if unknown:
-            raise UserError(
-                f"the folders of {self.folder} must be classes of the model ({len(self.classes)}: {first_few(self.classes)}), got "
-                f"{len(unknown)} others ({first_few(unknown)})",
-                "rename or remove them, or pass images of the data set that it was trained on",
-            )
+            must = f"the folders of {self.folder} must be classes of the model ({len(self.classes)}: {first_few(self.classes)})"
+            remedy = "rename or remove them, or pass images of the data set that it was trained on"
+            raise UserError(f"{must}, got {len(unknown)} others ({first_few(unknown)})", remedy)
         self._files = [f"{name}/{file}" for name in folders for file, image in walk_images(self.folder / name) if image]
         if not self._files:
             problem = f"{self.folder} must have a {MANIFEST} or images, got 0 images in {len(folders)} class folders"

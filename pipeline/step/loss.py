@@ -90,10 +90,8 @@ def hard_distillation_loss(loss: Tensor, scores: Tensor, teacher_scores: Tensor,
         teacher_scores: (B, classes), the teacher's logits for the same augmented images, in eval mode, without gradients.
     """
     if scores.shape != teacher_scores.shape:
-        raise UserError(
-            f"train.teacher must score the model's {scores.shape[-1]} classes for each of {len(scores)} images, got "
-            f"{teacher_scores.shape[-1]} for {len(teacher_scores)}",
-            "choose a teacher that was trained on the same classes",
-        )
+        must = f"train.teacher must score the model's {scores.shape[-1]} classes for each of {len(scores)} images"
+        problem = f"{must}, got {teacher_scores.shape[-1]} for {len(teacher_scores)}"
+        raise UserError(problem, "choose a teacher that was trained on the same classes")
     decisions = teacher_scores.argmax(dim=-1)  # (B,)
     return (1 - teacher_share) * loss + teacher_share * F.cross_entropy(scores.float(), decisions)

@@ -65,9 +65,6 @@ def make_schedule(config: Config, images: int, subset: float) -> Schedule:
     epochs = train.epochs / subset if train.scale_epochs else train.epochs
     schedule = Schedule(images, train.global_batch_size, epochs, train.max_steps, config.optim.cooldown_epochs)
     if schedule.last_step < 1:
-        raise UserError(
-            f"train.epochs must give at least one optimizer step, got {train.epochs:g} with {images} images an epoch and "
-            f"train.global_batch_size {train.global_batch_size}",
-            "raise train.epochs",
-        )
+        got = f"got {train.epochs:g} with {images} images an epoch and train.global_batch_size {train.global_batch_size}"
+        raise UserError(f"train.epochs must give at least one optimizer step, {got}", "raise train.epochs")
     return schedule

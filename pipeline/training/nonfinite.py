@@ -31,10 +31,9 @@ def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
         return
     run.step = step - 1
     run.train_state.batchnorm.restore()  # the next step's passes may have begun
-    sentence = (
-        f"at step {step} the gradient is not finite (losses of its micro-batches: {shown}), and train.max_skipped_steps is "
-        f"{allowed}: lower optim.lr, raise optim.warmup_epochs, set optim.clip_grad_norm or raise train.max_skipped_steps"
-    )
+    what = f"at step {step} the gradient is not finite (losses of its micro-batches: {shown})"
+    remedy = "lower optim.lr, raise optim.warmup_epochs, set optim.clip_grad_norm or raise train.max_skipped_steps"
+    sentence = f"{what}, and train.max_skipped_steps is {allowed}: {remedy}"
     if (run.folder / REPORT).exists():  # this run repeats such a step
         raise UserError(f"{sentence}; {run.folder / REPORT} names the samples.")
     folder = run.folder / FOLDER / f"step-{step:08d}"

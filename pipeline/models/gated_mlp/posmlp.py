@@ -233,11 +233,9 @@ def check_windows(windows: list[int] | tuple[int, ...], height: int, width: int)
     for stage, window in enumerate(windows):
         stride = STEM_STRIDE * 2**stage
         if height % (stride * window) or width % (stride * window):
-            raise UserError(
-                f"an image of {height}x{width} pixels does not divide into the windows of stage {stage + 1}, whose side is "
-                f"{window} tokens",
-                f"change model.image_size or model.switches.windows: sides must be multiples of {stride * window} pixels",
-            )
+            windows_of = f"the windows of stage {stage + 1}, whose side is {window} tokens"
+            remedy = f"change model.image_size or model.switches.windows: sides must be multiples of {stride * window} pixels"
+            raise UserError(f"an image of {height}x{width} pixels does not divide into {windows_of}", remedy)
 
 
 register(

@@ -81,11 +81,9 @@ class LearnedVectors(nn.Module):
 
     def forward(self, grid: tuple[int, int]) -> Tensor:
         if grid != self.grid:
-            raise UserError(
-                f"the image gives {grid[0]} x {grid[1]} tokens, but model.switches.phi_p_distance=learned has vectors for "
-                f"{self.grid[0]} x {self.grid[1]}",
-                "use images of model.image_size, or phi_p_distance=euclidean",
-            )
+            learned = f"model.switches.phi_p_distance=learned has vectors for {self.grid[0]} x {self.grid[1]}"
+            problem = f"the image gives {grid[0]} x {grid[1]} tokens, but {learned}"
+            raise UserError(problem, "use images of model.image_size, or phi_p_distance=euclidean")
         rows, columns = grid
         queries = self.weight[:, self.border : self.border + rows, self.border : self.border + columns]
         queries = queries.flatten(1).transpose(0, 1)  # (N, channels)

@@ -181,10 +181,9 @@ class WrappedClassifier(VisionModel):
     def remarks(self, mean: Sequence[float], std: Sequence[float]) -> list[str]:
         sentences = [f"{self.name}: {len(self.drop_path_rates)} branches of stochastic depth from the stream"]
         if self.draws_from_generator:
-            sentences.append(
-                f"note: {self.name} also draws otherwise ({', '.join(self.trial.draws)}), from a generator that is seeded for each "
-                f"micro-batch: the same again after a restart on the same number of processes, not on another"
-            )
+            draws = f"note: {self.name} also draws otherwise ({', '.join(self.trial.draws)})"
+            again = "the same again after a restart on the same number of processes, not on another"
+            sentences.append(f"{draws}, from a generator that is seeded for each micro-batch: {again}")
         return sentences
 
 
@@ -208,10 +207,9 @@ class TimmClassifier(WrappedClassifier):
             try:
                 plain = convert(dict(plain), self.net)
             except Exception as error:  # of timm's code, on names or shapes that it does not expect
-                raise UserError(
-                    f"{source} does not fit {self.name} (timm's filter of its checkpoints: {type(error).__name__} {first_line(error)})",
-                    "set model.name to the architecture of these weights",
-                ) from None
+                why = f"timm's filter of its checkpoints: {type(error).__name__} {first_line(error)}"
+                remedy = "set model.name to the architecture of these weights"
+                raise UserError(f"{source} does not fit {self.name} ({why})", remedy) from None
         return {NET + name: value for name, value in plain.items()}
 
     def _checkpoint_filter(self) -> Callable[..., Any] | None:
@@ -230,10 +228,8 @@ class TimmClassifier(WrappedClassifier):
         sentences = [first.replace(self.name, f"timm {import_timm().__version__}", 1), *others]
         cfg = self.net.pretrained_cfg
         if (tuple(cfg["mean"]), tuple(cfg["std"])) != (tuple(mean), tuple(std)):
-            sentences.append(
-                f"note: data.mean {list(mean)} and data.std {list(std)} differ from those of timm's weights for {self.name}, "
-                f"{list(cfg['mean'])} and {list(cfg['std'])}"
-            )
+            theirs = f"those of timm's weights for {self.name}, {list(cfg['mean'])} and {list(cfg['std'])}"
+            sentences.append(f"note: data.mean {list(mean)} and data.std {list(std)} differ from {theirs}")
         return sentences
 
 

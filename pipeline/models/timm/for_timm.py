@@ -229,10 +229,8 @@ def _make(
     if len(sides) != 1 or in_chans != 3 or drop_rate:
         problem = f"in_chans={in_chans}" if in_chans != 3 else f"drop_rate={drop_rate}"
         problem = problem if len(sides) == 1 else f"img_size={img_size}"
-        raise UserError(
-            f"{name} of pervit-pipeline has {problem}, but takes square images of 3 channels and has no such dropout",
-            "leave it out",
-        )
+        takes = "takes square images of 3 channels and has no such dropout"
+        raise UserError(f"{name} of pervit-pipeline has {problem}, but {takes}", "leave it out")
     (side,) = sides
     model = for_timm(create_model(name, max(num_classes, 1), side, drop_path_rate, switches=switches))
     assert isinstance(model, TimmModel)

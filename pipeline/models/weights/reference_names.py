@@ -57,15 +57,12 @@ def reference_state_dict(model: VisionModel) -> dict[str, Tensor]:
         UserError: the authors' code does not support one of the model's switches, or the model is a feature form.
     """
     if model.strides:
-        raise UserError(
-            f"this {type(model).__name__} is in its feature form, which has no head and which the authors' code does not have",
-            "pass a model from create_model without features",
-        )
+        problem = f"this {type(model).__name__} is in its feature form, which has no head and which the authors' code lacks"
+        raise UserError(problem, "pass a model from create_model without features")
     if switch := model.unpublished_switch():
-        raise UserError(
-            f"model.switches.{switch} is {getattr(model.switches, switch)!r}, which the authors' code of {type(model).__name__} does not support",
-            "export the model under this project's own names (model.state_dict())",
-        )
+        code = f"the authors' code of {type(model).__name__}"
+        problem = f"model.switches.{switch} is {getattr(model.switches, switch)!r}, which {code} does not support"
+        raise UserError(problem, "export the model under this project's own names (model.state_dict())")
     own = model.state_dict()
     return {theirs: own[name] for theirs, name in authors_names(model).items()} | model.reference_tables()
 
