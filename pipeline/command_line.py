@@ -67,8 +67,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def command_parser(module: str, description: str | None, epilog: str | None = None) -> CommandParser:
-    """A parser whose usage shows what was typed, where Python's own shows the file's name. ``module``: of the command, as for
-    ``python -m``."""
+    """A parser whose usage shows what was typed, not the file's name. ``module``: of the command, as for ``python -m``."""
     return CommandParser(
         prog=typed(module),
         description=description or "",  # None: of python -OO

@@ -34,8 +34,7 @@ class UserError(ValueError):
 
     Args:
         problem: names the file or key, what was found and what is needed; the whole sentence if there is no ``remedy``.
-        remedy: what the user can do, in the imperative, without a full stop. A caller that knows a better one uses
-            ``error.problem``.
+        remedy: what the user can do, in the imperative, without a full stop. A caller with a better one uses ``error.problem``.
     """
 
     exit_code = USER_ERROR

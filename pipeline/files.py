@@ -183,8 +183,7 @@ class GrowingFile:
     """An append-only file of rows that loses none silently.
 
     Rows are buffered until :meth:`flush`, which writes all of them or none: after a partial write, on a full disk, the file is
-    truncated again and the rows are kept for the next attempt. Raises UserError: it cannot be opened, or created in an existing
-    folder.
+    truncated again and the rows are kept for the next attempt. Raises UserError: it cannot be opened or created.
     """
 
     def __init__(self, path: Path) -> None:

@@ -74,8 +74,8 @@ def gpu_of_driver(device: str) -> Gpu | None:
 
 
 def native_bf16(device: torch.device) -> tuple[bool, str]:
-    """Tell whether a device has bf16 instructions; without them bf16 is emulated, and slow. Returns the answer, and the reason
-    as half a sentence."""
+    """Tell whether a device has bf16 instructions; without them bf16 is emulated, and slow. Returns also why, as half a
+    sentence."""
     import torch
 
     if device.type == "cuda":
@@ -122,8 +122,7 @@ def _measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
-    """Memory use of this process in GiB. Returns (current, peak): PyTorch's allocations on a GPU, the resident set size on a
-    CPU."""
+    """Memory use of this process in GiB. Returns (current, peak): PyTorch's allocations on a GPU, on a CPU the resident set."""
     import psutil
     import torch
 

@@ -80,8 +80,7 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
 
 
 def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialWeights:
-    """Read the initial weights of a fine-tuning run. Raises UserError: it does not exist, cannot be read, or holds no state
-    dict.
+    """Read the initial weights of a fine-tuning run. Raises UserError: it cannot be read, or holds no state dict.
 
     Args:
         source: a run folder, one of its checkpoints, a folder in timm's layout, or a file with a state dict: from ``export``,

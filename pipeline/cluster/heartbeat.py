@@ -1,14 +1,13 @@
 """Exchange heartbeats between the ranks: when one is lost or hangs, all others name it and exit.
 
-Once per second each rank writes a heartbeat with its position, and with an error that NCCL's watchdog has noted, under its own key in
-the job's key-value store. Rank 0, which hosts the store, reads all of them, runs the failure detector (``lost_ranks``) and writes its
-verdict, in its own heartbeat, which the others read. So N ranks make about 3 N small requests per second, all name the same culprit,
-and only rank 0 itself must be judged by the others: it is lost if its heartbeats stop, its store does not answer, or the connection to
-it closes.
+Once per second each rank writes a heartbeat with its position, and with an error that NCCL's watchdog has noted, under its own
+key in the job's key-value store. Rank 0, which hosts the store, reads all of them, runs the failure detector (``lost_ranks``)
+and writes its verdict, in its own heartbeat, which the others read. So N ranks make about 3 N small requests per second, all
+name the same culprit, and only rank 0 itself must be judged by the others: it is lost if its heartbeats stop, its store does
+not answer, or its connection closes.
 
 Time from the fault to the exit of all other ranks: at most ``silence_timeout`` + 10 s (typically + 3 s); 15 s if a collective
-failed; 5 s if the rank could report its own error. If a rank hangs, ``progress_timeout`` + 10 s after the last one stopped
-advancing.
+failed; 5 s if the rank could report its own error. If a rank hangs, ``progress_timeout`` + 10 s after the last one stopped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Join the other ranks: choose this process's device, meet at a key-value store (``meeting``), and prove to be of one job.
 
 One process per GPU, or per share of the CPU cores where there is none. On one machine (MASTER_ADDR is a loopback address) nothing
-listens on the network. On several nodes the store and the connections of gloo and NCCL are reachable from the network between them:
-``docs/security.md``.
+listens on the network. On several nodes the network between them reaches the store, gloo and NCCL: ``docs/security.md``.
 """
 
 import contextlib

@@ -72,8 +72,7 @@ def key_list(beginnings: tuple[str, ...], width: int) -> str:
 
 
 def markdown_table(beginnings: tuple[str, ...] = ("",), root: type[Section] = Config) -> str:
-    """Markdown table of keys, defaults and meanings. ``beginnings``: prefixes; only keys that start with one of them are
-    listed."""
+    """Markdown table of keys, defaults and meanings. ``beginnings``: only keys that start with one of them."""
     rows = [f"| `{key}` | `{default}` | {meaning} |" for key, default, meaning in _described(beginnings, root)]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
 

@@ -1,8 +1,7 @@
 """Load the teacher of hard distillation: another run's model, or a network of torchvision or timm with a local weight file.
 
 ConViT's teacher, a RegNetY-16GF (Table 4), is ``torchvision:regnet_y_16gf``, or ``timm:regnety_160.deit_in1k`` with the file that
-DeiT's authors published (``train.teacher_weights``). Nothing is downloaded. The libraries are imported where they are used: nothing
-else needs them.
+DeiT's authors published (``train.teacher_weights``). Nothing is downloaded. The libraries are imported where they are used.
 """
 
 from collections.abc import Callable, Sequence

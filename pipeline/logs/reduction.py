@@ -18,8 +18,7 @@ from pipeline.shards.shard_set import ShardSet
 _log = logging.getLogger(__name__)
 # The values of one rank in one step -> its value.
 _COMBINE: dict[Reduction, Callable[[list[float]], Any]] = {"mean": np.mean, "max": np.max, "sum": np.sum, "slowest": np.sum}
-# What Store.take_counts calls a failure, in metrics.jsonl with "store_" -> in a warning. Each was followed by another try, or by
-# a bad sample.
+# What Store.take_counts calls a failure, in metrics.jsonl with "store_" -> in a warning. Another try followed, or a bad sample.
 _FAILURES = {
     "throttled": "throttled",
     "cut": "cut off",
@@ -42,8 +41,8 @@ class MetricReduction:
         self._columns: dict[str, Reduction] = {}  # of all metrics that any rank has recorded, in the same order on all ranks
 
     def rows(self, steps: Sequence[Mapping[str, Metric]], seconds: float) -> list[dict[str, Any]]:
-        """Reduce the metrics of some steps. Collective. Returns for each step its metrics by name, without those that no rank
-        has recorded in it.
+        """Reduce the metrics of some steps. Collective. Returns each step's metrics by name, without those that no rank has
+        recorded.
 
         Args:
             steps: the metrics of each, by name.

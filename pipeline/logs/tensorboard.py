@@ -1,8 +1,7 @@
 """Write TensorBoard's event files, synchronously; name and group its curves, and the settings by which it compares runs.
 
 PyTorch's ``SummaryWriter`` writes from a thread: if its folder is removed or the disk is full, the thread dies with a
-traceback, and a file that was removed is recreated without its former content. This module uses its record format, not its
-thread.
+traceback, and a file that was removed is recreated without its former content. This module uses its record format alone.
 
 TensorBoard sorts groups by name and expands the first. So ``at_a_glance`` has copies of the curves that tell whether a run
 learns, is fast and is healthy: a point for each flush of the log, and for each evaluation.

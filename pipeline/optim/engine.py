@@ -42,8 +42,7 @@ def choose_zero_stage(config: Config, world_size: int, parameters: Callable[[], 
     """The ZeRO stage that a run takes, and why another one than the config's, in half a sentence.
 
     It is 0 for one process, which has nobody to share with: stages 1 to 3 would copy every gradient into a bucket, the gradients into
-    a flat shard, and keep the weights twice. Raises UserError: the optimizer cannot step on slices of parameters, which is what
-    ZeRO gives it.
+    a flat shard, and keep the weights twice. Raises UserError: the optimizer cannot step on slices, as ZeRO has them.
 
     Args:
         parameters: counts those that learn; asked only where "auto" depends on it.

@@ -188,8 +188,7 @@ class FolderConfig(BaseModel):
 
 
 def read_folder_config(folder: Path) -> FolderConfig:
-    """Read and check ``config.json``. Raises UserError: it is missing or damaged, or its class names are not as many as its
-    classes."""
+    """Read and check ``config.json``. Raises UserError: it is missing, damaged, or has other than a name for each class."""
     path = folder / CONFIG
     try:
         tree = json.loads(path.read_bytes())

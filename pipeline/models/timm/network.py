@@ -1,5 +1,5 @@
-"""Build timm's networks, and find out by a trial pass what one of them, or of any other origin, does: its stochastic depth, what else it
-draws, its features."""
+"""Build timm's networks; find out by a trial pass what a network does: its stochastic depth, what else it draws, its
+features."""
 
 from __future__ import annotations
 
@@ -193,8 +193,7 @@ def _versions(network: nn.Module) -> dict[str, tuple[int, int]]:
 def _watched(network: nn.Module, images: Tensor) -> tuple[Any, set[str], dict[str, int]]:
     """The scores of a forward pass in training mode, the operators that draw, and the calls of each DropPath module that drops samples.
 
-    A DropPath whose input's first dimension is not the batch, as in TNT, counts among the operators: its draws are of windows or
-    patches.
+    A DropPath whose input's first dimension is not the batch, as in TNT, counts among the operators: its draws are of parts.
     """
     calls: Counter[str] = Counter()
     others: set[str] = set()

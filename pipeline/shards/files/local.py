@@ -78,8 +78,7 @@ class SourceFiles(ShardFiles):
 class OpenFile:
     """A file that is closed when nobody holds it any more: another thread may be reading from it when it is given up.
 
-    All that needs the descriptor is done here, by methods, which hold the object: the number of a closed file is the next opened
-    one's.
+    All that needs the descriptor is done here, by methods, which hold the object: numbers of closed files are used again.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -120,8 +119,7 @@ def allow_open_files(count: int) -> int:
 class LocalFiles(SourceFiles):
     """:class:`ShardFiles` in a folder of a file system. Tars that were read stay open, as many as the system allows: those read last.
 
-    They are read with ``pread`` and not mapped, so that truncation of a tar under a running job is an error that names the file,
-    not a SIGBUS.
+    They are read with ``pread`` and not mapped, so that a tar that is truncated under a running job is an error, not a SIGBUS.
     """
 
     def __init__(self, folder: Path) -> None:
