@@ -43,7 +43,11 @@ def main() -> None:
     overrides = [*args.overrides, *([] if args.steps is None else [f"train.max_steps={args.steps}"])]
     config = load_config("demo", overrides)  # a mistake is found before anything is written
     shards, run = config.data.path, config.output_dir
-    processes = _processes()
+    # Two processes if there are two GPUs, or two cores without a GPU, and the launcher that starts them.
+    places = len(os.sched_getaffinity(0))
+    if shutil.which("nvidia-smi"):
+        places = len(subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True).stdout.splitlines())
+    processes = 2 if places > 1 and _LAUNCHER.is_file() else 1
     launcher = ["bash", str(_LAUNCHER), str(processes), "--"] if processes > 1 else _PYTHON
     training = f"{config.model.name}, DALI and DeepSpeed, {counted(processes, 'process')} (log: {run}/{METRICS})"
 
@@ -62,14 +66,6 @@ def main() -> None:
         _run(*_PYTHON, "pipeline.evaluate", *evaluation, output=subprocess.DEVNULL)
         found = json.loads(result.read_text())
     print("\n" + summary(found, Path(run), round(time.monotonic() - start), processes))
-
-
-def _processes() -> int:
-    """Two if there are two GPUs, or two cores without a GPU, and the launcher that starts them."""
-    places = len(os.sched_getaffinity(0))
-    if shutil.which("nvidia-smi"):
-        places = len(subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True).stdout.splitlines())
-    return 2 if places > 1 and _LAUNCHER.is_file() else 1
 
 
 def _run(*command: str, output: int | None = None) -> None:

@@ -145,10 +145,9 @@ def lock_bytes(descriptor: int, path: Path, first: int = 0, length: int = 0, wai
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):  # POSIX allows both
             return False
-        raise UserError(
-            f"{path} requires a file system with POSIX locks, which keep two writers apart, got {error.strerror}",
-            "have it mounted with locks (Lustre: flock, NFS: without nolock), or choose another folder",
-        ) from None
+        problem = f"{path} requires a file system with POSIX locks, which keep two writers apart, got {error.strerror}"
+        remedy = "have it mounted with locks (Lustre: flock, NFS: without nolock), or choose another folder"
+        raise UserError(problem, remedy) from None
     return True
 
 

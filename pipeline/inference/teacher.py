@@ -140,10 +140,9 @@ def _try_out(teacher: LibraryTeacher, config: Config) -> None:
         with torch.no_grad():
             scores = teacher(torch.zeros(1, 3, size, size))
     except Exception as error:  # of the library's own code, or of PyTorch's operators
-        raise UserError(
-            f"train.teacher must take images of {size} x {size} pixels, got {config.train.teacher}, which does not ({first_line(error)})",
-            "choose another teacher or another model.image_size",
-        ) from None
+        got = f"got {config.train.teacher}, which does not ({first_line(error)})"
+        problem = f"train.teacher must take images of {size} x {size} pixels, {got}"
+        raise UserError(problem, "choose another teacher or another model.image_size") from None
     found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     if found != (1, classes):
         problem = f"train.teacher must give (1, {classes}) scores for an image, got {found} of {config.train.teacher}"

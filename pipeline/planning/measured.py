@@ -61,10 +61,8 @@ def read_measured(path: Path) -> Measured:
         if mine.sum() >= _FEWEST and start.world_size:
             break
     else:
-        raise UserError(
-            f"{path / METRICS} must have at least {_FEWEST} steps after the first {config.log.every_steps} of a start, which warm up",
-            "pass a run that has trained longer",
-        )
+        steps_of = f"steps after the first {config.log.every_steps} of a start, which warm up"
+        raise UserError(f"{path / METRICS} must have at least {_FEWEST} {steps_of}", "pass a run that has trained longer")
     waits = columns.get("data_wait", np.full(len(steps), np.nan))[mine]
     evaluations = run.seconds_of("evaluation")
     first_ends = columns["time"][steps == done + 1] if "time" in columns else np.empty(0)

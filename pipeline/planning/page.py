@@ -31,15 +31,12 @@ def text(subject: Subject, memory: Memory, time: Time, passed_over: str | None =
     if not memory.fits:
         sections["What would help, each by itself"] = _advice(subject, memory)
     notes = [f"note: {remark}" for remark in (*memory.remarks, passed_over) if remark]
-    pages = [_title(subject, memory), *(_section(*section) for section in {**sections, **time_sections(time)}.items())]
+    pages = [_title(subject, memory)]
+    for title, rows in {**sections, **time_sections(time)}.items():  # a headline and its rows, in two columns
+        rows = list(rows)
+        width = max(len(name) for name, _ in rows)
+        pages.append("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)]))
     return "\n\n".join([*pages, *(["\n".join(notes)] if notes else [])])
-
-
-def _section(title: str, rows: Rows) -> str:
-    """A headline and its rows, in two columns."""
-    rows = list(rows)
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
 def figures(subject: Subject, memory: Memory, time: Time) -> dict[str, Any]:

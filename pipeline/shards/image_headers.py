@@ -135,15 +135,14 @@ def _is_kept_png(data: bytes, image: Image.Image) -> bool:
         place += 12 + length
     # Pillow leaves missing rows black, DALI fails.
     channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
-    size, stream = _png_bytes(*image.size, bits * channels, bool(interlaced)), zlib.decompressobj()
+    # Bytes of the rows, each with the number of its filter, of all seven passes if it is interlaced (Adam7).
+    passes, (width, height), size = _ADAM7 if interlaced else ((0, 0, 1, 1),), image.size, 0
+    for left, top, across, down in passes:
+        columns, rows = -(-(width - left) // across), -(-(height - top) // down)
+        if columns > 0 and rows > 0:
+            size += rows * (1 + (columns * bits * channels + 7) // 8)
+    stream = zlib.decompressobj()
     return len(stream.decompress(b"".join(packed), size + 1)) == size and stream.eof
-
-
-def _png_bytes(width: int, height: int, bits: int, interlaced: bool) -> int:
-    """Bytes of a PNG's rows, each with the number of its filter, of all seven passes if it is interlaced (Adam7)."""
-    passes = _ADAM7 if interlaced else ((0, 0, 1, 1),)
-    sizes = [(-(-(width - left) // across), -(-(height - top) // down)) for left, top, across, down in passes]
-    return sum(rows * (1 + (columns * bits + 7) // 8) for columns, rows in sizes if columns > 0 and rows > 0)
 
 
 def _is_kept_webp(data: bytes, image: Image.Image) -> bool:

@@ -100,7 +100,6 @@ def refusals_explained() -> Iterator[None]:
     except RuntimeError as error:
         if not torch.are_deterministic_algorithms_enabled() or not (refused := _REFUSAL.search(str(error))):
             raise
-        raise UserError(
-            f"train.deterministic=true requires a deterministic form of {refused[1]}, which the model uses, got none on this device",
-            "set train.deterministic=false, or train on CPUs",
-        ) from None
+        form = f"a deterministic form of {refused[1]}, which the model uses, got none on this device"
+        remedy = "set train.deterministic=false, or train on CPUs"
+        raise UserError(f"train.deterministic=true requires {form}", remedy) from None

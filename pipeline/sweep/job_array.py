@@ -64,7 +64,10 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
     arrays = sorted(set(queued.values()), key=int)
     name = re.sub(r"[^\w.-]+", "_", sweep.folder.name)
     if todo:
-        indices = _ranges([run.number for run in todo]) + (f"%{at_once}" if at_once else "")
+        consecutive = groupby(enumerate(run.number for run in todo), key=lambda pair: pair[1] - pair[0])
+        parts = [[number for _, number in pairs] for _, pairs in consecutive]  # 1, 2, 3, 5 are 1-3,5
+        ranges = ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+        indices = ranges + (f"%{at_once}" if at_once else "")
         log = f"{_escaped(sweep.folder / LOGS)}/%A_%a.out"
         own = [f"--array={indices}", str(SCRIPT), TASK, str(submission)]
         try:
@@ -171,13 +174,6 @@ def _run(*command: str, environment: dict[str, str] | None = None) -> subprocess
 
 def _last(text: str) -> str:
     return (text.strip().splitlines() or ["no message"])[-1].removeprefix("sbatch: ").removeprefix("error: ").rstrip(".")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """1, 2, 3, 5 as ``1-3,5``."""
-    consecutive = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    parts = [[number for _, number in pairs] for _, pairs in consecutive]
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def _escaped(path: Path) -> str:

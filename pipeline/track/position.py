@@ -180,10 +180,8 @@ class Position:
             raise self._unwritten(error) from None
 
     def _unwritten(self, error: OSError) -> UserError:
-        return UserError(
-            f"{self.path} cannot be written ({error.strerror}), in which is noted what was sent",
-            "see to its folder and the free space, or name another folder with XDG_STATE_HOME; the same command then continues",
-        )
+        do = "see to its folder and the free space, or name another folder with XDG_STATE_HOME; the same command then continues"
+        return UserError(f"{self.path} cannot be written ({error.strerror}), in which is noted what was sent", do)
 
     def release(self) -> None:
         """Let another process send this run."""

@@ -120,8 +120,14 @@ class Sender:
         """
         self.files.look()
         self._check()
-        if not self._open:
-            self._connect()
+        if not self._open:  # go on behind what has arrived there
+            position, about = self.position, self.files.about(self._name)
+            arrived = self._tracker.open(position.segment, about, position.sent)
+            self._open, self._described = True, self.files.stamps
+            if arrived < position.sent:
+                _log.info(f"{position.sent - arrived:,} items have not arrived before, and are sent again")
+                position.cut(arrived)
+            self._go_on()
         if self._described != (state := self.files.stamps):
             self._tracker.describe(self.files.about(self._name))
             self._described = state
@@ -177,16 +183,6 @@ class Sender:
         position.identity = position.identity or identity
         self._go_on()
         self._checked = True
-
-    def _connect(self) -> None:
-        """Open the tracker and go on behind what has arrived there."""
-        position = self.position
-        arrived = self._tracker.open(position.segment, self.files.about(self._name), position.sent)
-        self._open, self._described = True, self.files.stamps
-        if arrived < position.sent:
-            _log.info(f"{position.sent - arrived:,} items have not arrived before, and are sent again")
-            position.cut(arrived)
-        self._go_on()
 
     def _go_on(self) -> None:
         """Note where the tracker stands, and read from there."""

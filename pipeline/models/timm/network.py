@@ -110,9 +110,8 @@ def build_network(name: str, num_classes: int, image_size: int, drop_path: float
             if unexpected in switches:
                 known = sorted(arguments_of(name))
                 remedy = did_you_mean(unexpected, known, f"its arguments are: {', '.join(known)}.", "{!r}")
-                raise UserError(
-                    f"model.switches: unknown switch {unexpected!r}, which {name} does not take: {remedy}"
-                ) from None
+                problem = f"model.switches: unknown switch {unexpected!r}, which {name} does not take"
+                raise UserError(f"{problem}: {remedy}") from None
             if unexpected not in dispensable or unexpected not in arguments:
                 raise _refusal(name, "", switches, error) from None
             del arguments[unexpected]
@@ -169,10 +168,9 @@ def _observe(
             in_training, draws, calls = _watched(network, images)
             scores = {"training": in_training, "evaluation": network.eval()(images)}
         except Exception as error:  # of the network's code, or of PyTorch's operators
-            raise UserError(
-                f"{name} takes no images of {image_size} x {image_size} pixels{_with(switches)} ({first_line(error)})",
-                f"choose another model.image_size{', other switches' if switches else ''} or another model",
-            ) from None
+            problem = f"{name} takes no images of {image_size} x {image_size} pixels{_with(switches)} ({first_line(error)})"
+            remedy = f"choose another model.image_size{', other switches' if switches else ''} or another model"
+            raise UserError(problem, remedy) from None
         for mode, found in scores.items():
             shape = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
             if shape != (_TRIAL_BATCH, num_classes):
