@@ -67,10 +67,9 @@ def install_extra(extra: str) -> str:
         pytorch = ""
     if extra in _WITH_TORCHVISION and pytorch.endswith("+cpu"):
         release = pytorch.partition("+")[0]
-        return (
-            f"torchvision of PyPI loads only beside PyTorch of PyPI, not beside {pytorch}; in a second environment, or after "
-            f"pip uninstall torch torchvision, run: pip install torch=={release} {_WITH_TORCHVISION[extra]}"
-        )
+        only = f"torchvision of PyPI loads only beside PyTorch of PyPI, not beside {pytorch}"
+        run = f"run: pip install torch=={release} {_WITH_TORCHVISION[extra]}"
+        return f"{only}; in a second environment, or after pip uninstall torch torchvision, {run}"
     clone = Path(__file__).resolve().parents[1]
     if (clone / "constraints.txt").is_file():
         here = clone == Path.cwd()

@@ -87,8 +87,7 @@ class Verdict:
 
 
 class Board:
-    """Heartbeats in the job's key-value store, over a connection that nothing else uses. Whoever reaches it can write there: what is not
-    a heartbeat is named once and ignored."""
+    """Heartbeats in the job's key-value store, over a connection that nothing else uses; what is no heartbeat is named once."""
 
     def __init__(self, store: dist.TCPStore) -> None:
         self._store = store

@@ -1,9 +1,5 @@
 """Write the formats of weights: ``safetensors``, a file that this project reads, and ``timm``, a folder that
-``timm.create_model("local-dir:PATH", pretrained=True)`` and ``hf-hub:REPO`` load.
-
-The folder's ``config.json`` names timm's architecture, its arguments, the preprocessing and the classes; ``model.safetensors`` has
-timm's names. What timm does not have keeps this project's name, which one import registers (:mod:`pipeline.models.timm.for_timm`).
-"""
+``timm.create_model("local-dir:PATH", pretrained=True)`` and ``hf-hub:REPO`` load."""
 
 import json
 from collections.abc import Callable

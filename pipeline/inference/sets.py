@@ -113,10 +113,9 @@ def open_set(
         raise UserError(problem, "pass all class folders, or shards of them, and name some classes with --classes")
     number = {str(key): output for key, output in (enumerate(order) if name == V2 else zip(classes, range(len(classes))))}
     if unknown := [key for key in images.classes if key not in number]:
-        raise UserError(
-            f"the classes of {images.folder} must be the model's ({first_few(list(number))}), got {len(unknown)} others ({first_few(unknown)})",
-            f"name the folders as {name} is published, and evaluate a model that was trained on folders named by synsets",
-        )
+        got = f"got {len(unknown)} others ({first_few(unknown)})"
+        remedy = f"name the folders as {name} is published, and evaluate a model that was trained on folders named by synsets"
+        raise UserError(f"the classes of {images.folder} must be the model's ({first_few(list(number))}), {got}", remedy)
     if name == "" and kept is None:
         return EvalSet(title, images, np.arange(len(classes)))
     outputs = np.array([number[key] for key in images.classes])  # of each class of the set

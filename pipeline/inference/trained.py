@@ -178,10 +178,9 @@ def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | Non
     config = recipe.with_values({"train.precision": "fp32"} | {f"model.{key}": value for key, value in shape.items()})
     description = describe(config, [str(number) for number in range(num_classes)], 0, "model", names)
     model = build_described(source, weights, description)
-    assumed = (
-        f"{source} does not say what it is: by its tensors, {name} for {image_size} pixels; images are prepared as in that model's recipe "
-        f"(mean {description.mean}, std {description.std}, eval_crop {description.eval_crop:g}), and its {num_classes} classes have no names"
-    )
+    recipe_is = f"mean {description.mean}, std {description.std}, eval_crop {description.eval_crop:g}"
+    prepared = f"images are prepared as in that model's recipe ({recipe_is}), and its {num_classes} classes have no names"
+    assumed = f"{source} does not say what it is: by its tensors, {name} for {image_size} pixels; {prepared}"
     return replace(_described(source, model, description, None, None, named=False), assumed=assumed)
 
 

@@ -2,8 +2,7 @@
 (Touvron et al., "DeiT III: Revenge of the ViT", ECCV 2022). ``load_reference_state_dict`` loads the authors' published weights.
 
 DeiT is the plain vision transformer that ConViT and PerViT are compared with: 16x16 patches, a class token, learned position
-embeddings. The "+" models are those of ConViT's Table 1, with ConViT's numbers of heads and 64 channels per head. There is no
-separate distilled model: hard distillation supervises the class token's output (:mod:`pipeline.inference.teacher`).
+embeddings. The "+" models are those of ConViT's Table 1, with ConViT's numbers of heads and 64 channels per head.
 
 DeiT III differs from it in three places: each residual branch is multiplied by learned factors per channel (LayerScale; Touvron
 et al., "Going deeper with image transformers", ICCV 2021, Eq. 5), the class token has no position embedding, and stochastic depth

@@ -155,10 +155,9 @@ def _fake_run(config: Config, layout: Layout) -> Iterator[tuple[VisionModel, Eng
             except (RuntimeError, NotImplementedError, TypeError) as error:
                 if config.model.name in list_models():
                     raise
-                raise UserError(
-                    f"model.name is {config.model.name}, whose step cannot be planned without values of tensors ({first_line(error)[:200]})",
-                    "measure it instead: pipeline.train with train.max_steps=100, then --measured with its output_dir",
-                ) from None
+                reason = f"whose step cannot be planned without values of tensors ({first_line(error)[:200]})"
+                remedy = "measure it instead: pipeline.train with train.max_steps=100, then --measured with its output_dir"
+                raise UserError(f"model.name is {config.model.name}, {reason}", remedy) from None
 
 
 def _phi_labelled(model: VisionModel, trace: Trace) -> Any:

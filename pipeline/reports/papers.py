@@ -107,10 +107,9 @@ def list_tables() -> str:
     """A line for each table, below its paper."""
     widest, papers = max(map(len, paper_tables())), []
     for paper, tables in groupby(paper_tables().values(), key=lambda table: table.paper):
-        lines = [f"  {table.name:<{widest}}  {table.title} ({_to_train(table)} rows to train)" for table in tables]
+        lines = [
+            f"  {table.name:<{widest}}  {table.title} ({sum(row.config is not None for row in table.rows)} rows to train)"
+            for table in tables
+        ]
         papers.append("\n".join([paper, *lines]))
     return "\n\n".join(papers)
-
-
-def _to_train(table: PaperTable) -> int:
-    return sum(row.config is not None for row in table.rows)

@@ -140,8 +140,7 @@ def _labels(shards: ShardSet, first: ShardSet) -> np.ndarray:
         spoken = {}  # two classes of one name, such as ImageNet's cranes: names identify none
     labels = [number.get(name, spoken.get(called)) for name, called in zip(shards.classes, shards.class_names)]
     if unknown := [name for name, label in zip(shards.class_names, labels) if label is None]:
-        raise UserError(
-            f"data.mix: the classes of {shards.folder} must be among those of {first.folder}, got {len(unknown)} others ({first_few(unknown)})",
-            "shard it with class folders or --class-names as there, or make the set with all classes data.path",
-        )
+        problem = f"data.mix: the classes of {shards.folder} must be among those of {first.folder}"
+        remedy = "shard it with class folders or --class-names as there, or make the set with all classes data.path"
+        raise UserError(f"{problem}, got {len(unknown)} others ({first_few(unknown)})", remedy)
     return np.array(labels, dtype=np.int64)

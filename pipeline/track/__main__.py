@@ -60,7 +60,14 @@ def main() -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
-    tracker = _tracker(args.to, args.project)
+    title, client = TRACKERS[args.to]
+    needs = f"--to {args.to}", f"{title}'s client", args.to
+    if importlib.util.find_spec(args.to) is None:
+        raise missing_extra(*needs)
+    try:
+        tracker: Tracker = getattr(importlib.import_module(f"pipeline.track.to_{args.to}"), client)(args.project)
+    except ImportError as error:
+        raise missing_extra(*needs, error=error) from None
     from pipeline.track.position import EVENTS, PICTURE, ROWS, Position
     from pipeline.track.sending import Sender
 
@@ -84,17 +91,6 @@ def main() -> None:
     if unreadable := sender.files.metrics.unreadable:
         said += f"; {counted(unreadable, 'line')} of metrics.jsonl that cannot be read left out"
     log.info(said)
-
-
-def _tracker(name: str, project: str | None) -> Tracker:
-    title, client = TRACKERS[name]
-    needs = f"--to {name}", f"{title}'s client", name
-    if importlib.util.find_spec(name) is None:
-        raise missing_extra(*needs)
-    try:
-        return getattr(importlib.import_module(f"pipeline.track.to_{name}"), client)(project)
-    except ImportError as error:
-        raise missing_extra(*needs, error=error) from None
 
 
 command = partial(run_command, main)

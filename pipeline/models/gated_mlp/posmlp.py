@@ -205,21 +205,16 @@ class PosMLP(VisionModel):
         outputs: list[Tensor] = []
         first = 0  # block of the stage
         for stage in self.stages:
-            last = first + len(stage.blocks)
-            of_stage = None if scales is None else scales[:, first:last]
-            x = self._run_stage(stage, stage.merging(x), of_stage, for_blocks[:, first:last], shifts)
+            x = stage.merging(x)  # (B, rows, columns, width)
+            grid = (int(x.shape[1]), int(x.shape[2]))
+            for i, block in enumerate(stage.blocks):
+                tiling = Tiling(grid, stage.window, self._shifts(grid, stage.window) if shifts and i % 2 else (0, 0))
+                dropout = for_blocks[:, first + i] if for_blocks.shape[1] else None  # (B,)
+                scale = scales_of_block(scales, first + i, branches=1)  # (B, 1) or None
+                x = run_in_windows(self, block, x, tiling, scale, dropout)
             outputs.append(x)
-            first = last
+            first += len(stage.blocks)
         return outputs, for_head
-
-    def _run_stage(self, stage: Stage, x: Tensor, scales: Tensor | None, noise: Tensor, shifts: bool) -> Tensor:
-        """x (B, rows, columns, width), scales (B, blocks of this stage) or None, noise (B, blocks or 0) -> the same shape as x."""
-        grid = (int(x.shape[1]), int(x.shape[2]))
-        for i, block in enumerate(stage.blocks):
-            tiling = Tiling(grid, stage.window, self._shifts(grid, stage.window) if shifts and i % 2 else (0, 0))
-            dropout = noise[:, i] if noise.shape[1] else None  # (B,)
-            x = run_in_windows(self, block, x, tiling, scales_of_block(scales, i, branches=1), dropout)
-        return x
 
     def _shifts(self, grid: tuple[int, int], window: int) -> tuple[int, int]:
         """Half a window along each axis of several windows; both axes go together in a classifier, as in the published code."""

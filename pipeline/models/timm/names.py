@@ -68,7 +68,8 @@ def weights_folder(source: str) -> Path:
         endpoint = os.environ.get("HF_ENDPOINT")  # which it reads itself only when it is imported
         return [Path(hf_hub_download(repository, file, endpoint=endpoint)).parent for file in (CONFIG, WEIGHTS)][-1]
     except Exception as error:  # of the network, the hub or the disk
-        raise UserError(
-            f"train.init_from {source} cannot be downloaded from https://huggingface.co/{repository} ({first_line(error)})",
-            f"correct the name, or run `hf download {repository} --local-dir FOLDER` where there is a network, and set train.init_from=FOLDER",
-        ) from None
+        download = f"run `hf download {repository} --local-dir FOLDER` where there is a network, and set train.init_from=FOLDER"
+        problem = (
+            f"train.init_from {source} cannot be downloaded from https://huggingface.co/{repository} ({first_line(error)})"
+        )
+        raise UserError(problem, f"correct the name, or {download}") from None

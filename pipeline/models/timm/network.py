@@ -174,10 +174,9 @@ def _observe(
         for mode, found in scores.items():
             shape = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
             if shape != (_TRIAL_BATCH, num_classes):
-                raise UserError(
-                    f"{name} is not a plain classifier: in {mode} it must give ({_TRIAL_BATCH}, {num_classes}) for {_TRIAL_BATCH} images, got {shape}",
-                    "choose another model, or switches with which it is one",
-                )
+                must = f"in {mode} it must give ({_TRIAL_BATCH}, {num_classes}) for {_TRIAL_BATCH} images, got {shape}"
+                problem = f"{name} is not a plain classifier: {must}"
+                raise UserError(problem, "choose another model, or switches with which it is one")
         changed = [key for key, version in _versions(network).items() if before.get(key) != version]
         return Trial(device, calls, tuple(sorted(draws)), changed, _feature_width(network, images))
 
