@@ -74,8 +74,7 @@ def gpu_of_driver(device: str) -> Gpu | None:
 
 
 def native_bf16(device: torch.device) -> tuple[bool, str]:
-    """Tell whether a device has bf16 instructions; without them bf16 is emulated, and slow. Returns also why, as half a
-    sentence."""
+    """Tell whether a device has bf16 instructions, without which bf16 is emulated and slow; and why, as half a sentence."""
     import torch
 
     if device.type == "cuda":

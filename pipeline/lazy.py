@@ -12,8 +12,7 @@ from pipeline.errors import UserError, first_line
 
 
 def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """What a package's ``__init__`` calls instead of importing (PEP 562). Returns the package's ``__getattr__``, ``__dir__``
-    and ``__all__``.
+    """What a package's ``__init__`` calls instead of importing (PEP 562): its ``__getattr__``, ``__dir__`` and ``__all__``.
 
     Args:
         modules: module of the package -> the names that the package has from it, separated by spaces.

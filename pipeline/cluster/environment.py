@@ -152,8 +152,7 @@ class StopSignal:
     loop checks it between steps.
 
     A context manager. On exit it restores the former handlers, or ignores these signals if one was received: clusters repeat
-    them, and a second one must not change the exit code of a process that is shutting down. An ignored SIGHUP (``nohup``) stays
-    ignored.
+    them, and a second one must not change the exit code of a process that ends. An ignored SIGHUP (``nohup``) stays ignored.
     """
 
     def __init__(self) -> None:

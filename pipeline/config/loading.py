@@ -98,8 +98,7 @@ class Recipe:
 
 
 def load_recipe(path: str | Path) -> Recipe | None:
-    """The shipped config that a file is or begins from (``base:``); the file itself if it begins from none; None if it is
-    valid with overrides only."""
+    """The shipped config that a file is or begins from (``base:``), else the file itself; None: valid with overrides only."""
     layers, folder = recipe_layers(find_recipe(path)), shipped_recipes().resolve()
     shipped = [number for number, layer in enumerate(layers, 1) if layer.file and layer.file.resolve().is_relative_to(folder)]
     layers = layers[: shipped[-1]] if shipped else layers

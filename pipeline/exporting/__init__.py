@@ -89,8 +89,7 @@ class Training:
 
 
 def training_from_json(text: str, source: str) -> Training:
-    """The reverse of :meth:`Training.to_json`; fields of later versions are ignored. Raises UserError: it is damaged; the
-    message names ``source``."""
+    """The reverse of :meth:`Training.to_json`, without fields of later versions. Raises UserError: ``source`` is damaged."""
     from pydantic import TypeAdapter, ValidationError
 
     try:

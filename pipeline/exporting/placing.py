@@ -89,8 +89,7 @@ class Place:
 
 
 def find_place(output: Path, form: Format, force: bool) -> Place:
-    """Where an export goes, checked before the work begins. Raises UserError: something is there already, or nothing can be
-    written there."""
+    """Where an export goes, checked before the work. Raises UserError: it is taken already, or cannot be written."""
     if form.ending and output.suffix == form.ending:
         place = Place(output, output.name, folder=False)
         check_writable(output)

@@ -1,7 +1,6 @@
 """Predict the classes of images, compute their features, or collect what an evaluation says of each, as rows that rank 0 merges.
 
-Each rank collects its rows in hidden files; rank 0 puts them together in the order of the batches. Memory does not grow with the
-number of rows.
+Each rank collects its rows in hidden files, and rank 0 puts them together in the order of the batches: memory does not grow.
 """
 
 from __future__ import annotations

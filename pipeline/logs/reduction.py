@@ -41,8 +41,7 @@ class MetricReduction:
         self._columns: dict[str, Reduction] = {}  # of all metrics that any rank has recorded, in the same order on all ranks
 
     def rows(self, steps: Sequence[Mapping[str, Metric]], seconds: float) -> list[dict[str, Any]]:
-        """Reduce the metrics of some steps. Collective. Returns each step's metrics by name, without those that no rank has
-        recorded.
+        """Reduce the metrics of some steps. Collective. Returns for each step its metrics by name, but those of no rank.
 
         Args:
             steps: the metrics of each, by name.

@@ -95,8 +95,7 @@ def list_models() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Raise a UserError unless there is a model of that name, one of ours, ``timm:NAME``, ``module:build`` or of an entry point; imports
-    none."""
+    """Raise a UserError unless there is a model of that name: ours, ``timm:NAME``, ``module:build`` or an entry point's."""
     if is_timm(name):
         importlib.import_module("pipeline.models.timm.names").check_timm_name(name)
         return

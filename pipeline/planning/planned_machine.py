@@ -119,8 +119,7 @@ def _cast(*tensors: Tensor) -> list[Tensor]:
 
 
 class _Fused(torch.autograd.Function):
-    """Attention as PyTorch's fused kernels do it: what they allocate and keep, and one operator. q, k, v (..., N, head_dim); bias
-    (..., N, N)."""
+    """What PyTorch's fused attention allocates and keeps, as one operator. q, k, v (..., N, head_dim); bias (..., N, N)."""
 
     @staticmethod
     def forward(ctx: Any, trace: Trace, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:

@@ -134,8 +134,7 @@ Rates = GpuRates | CpuRates
 
 def measure_cpu(precision: str, clock: Callable[[], float] = time.perf_counter) -> CpuRates:
     """Measure this process's share of the machine by a small operator of each kind, at PyTorch's number of threads.
-    ``precision``: of products, "bf16" or "fp32". ``clock``: seconds; ``time.process_time`` on a machine that others use, with
-    one thread."""
+    ``precision``: of products, "bf16" or "fp32". ``clock``: seconds; ``time.process_time`` where others compute."""
     least, dtype = partial(_least, clock), torch.bfloat16 if precision == "bf16" else torch.float32
     matrices = torch.randn(2, 1024, 1024)
     a, b = matrices.to(dtype)

@@ -1,7 +1,6 @@
 """Read, write and validate the index of a shard set: ``manifest.json`` and the sample tables ``*-samples.npy``.
 
-This is the contract between the writer and the readers of shards. Both are validated when they are read, so that no later use of a
-value can fail.
+The contract between writer and readers of shards, validated when it is read, so that no later use of a value can fail.
 """
 
 from __future__ import annotations

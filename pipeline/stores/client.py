@@ -19,8 +19,7 @@ from pipeline.stores.place import RemotePath
 _MARK = "sha256"  # metadata of an object
 _THROTTLED = ("408", "429", "503")
 _OTHER_STATE = ("AlreadyExistsError", "PreconditionError")  # obstore's exceptions for a condition that does not hold
-# What stores answer with another status than 401 or 403 to credentials that are no longer valid, and what obstore says where it
-# finds none.
+# What stores answer, beside 401 and 403, to credentials that are no longer valid, and what obstore says where it finds none.
 _NO_CREDENTIALS = re.compile(
     r"ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|169\.254\.169\.254|metadata\.google\.internal|token request|"
     r"Account must be specified|[Cc]redential",

@@ -103,8 +103,7 @@ def _renamed(name: str, pairs: NamePairs) -> str:
 
 
 def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], problem: str, remedy: str) -> None:
-    """Load a state dict. Raises UserError: its tensors' names or shapes are not the model's: ``problem``, how they differ, and
-    ``remedy``."""
+    """Load a state dict. Raises UserError: names or shapes differ from the model's: ``problem``, how, and ``remedy``."""
     own = model.state_dict()
     shapes = [
         f"{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
