@@ -35,17 +35,13 @@ def main() -> None:
     elif args.config:
         print(whole_config(args.config), end="")
     elif args.recipes:
-        print("\n".join(recipe_names()))
+        names = (name for name in shipped_names() if not name.startswith("base/"))  # which are no runs
+        print("\n".join([f"# {shipped_recipes()}", *names]))
     else:
         for beginning in args.beginnings:
             if not any(key.startswith(beginning) for key in flatten(Config())):
                 raise UserError(f"no key begins with {beginning!r}", "run the command without it to list all keys")
         print(key_list(tuple(args.beginnings) or ("",), shutil.get_terminal_size().columns))
-
-
-def recipe_names() -> list[str]:
-    """The folder of the shipped configs, then their names, without those in ``base/``, which are not runs."""
-    return [f"# {shipped_recipes()}", *(name for name in shipped_names() if not name.startswith("base/"))]
 
 
 def whole_config(name: str) -> str:

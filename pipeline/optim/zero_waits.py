@@ -36,7 +36,11 @@ def skip_on_the_device(optimizer: Any) -> None:
 
     if not hasattr(deepspeed, "is_invalid_grad_norm"):  # another version
         return
-    deepspeed.mask_nan_or_inf_with_val_inplace = _mask
+
+    def mask(norm: Tensor, device: Any = None, val: float = -1.0) -> None:  # DeepSpeed's copies a tensor from the CPU
+        norm.masked_fill_(~torch.isfinite(norm), -1.0)
+
+    deepspeed.mask_nan_or_inf_with_val_inplace = mask
     inner, compute = optimizer.optimizer, optimizer.scaled_global_norm
     if not skips_on_the_device(inner):
         return
@@ -60,8 +64,3 @@ class _Judge:
 
     def __call__(self, norm: Any) -> bool:
         return not getattr(norm, "skipped_on_the_device", False) and self.asks(norm)
-
-
-def _mask(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
-    """DeepSpeed's ``mask_nan_or_inf_with_val_inplace``, whose -1 is a tensor on the CPU that is copied to the device."""
-    norm.masked_fill_(~torch.isfinite(norm), -1.0)

@@ -164,10 +164,8 @@ class TimmModel(VisionModel):
         stem = r"^(?:stem|embedding|patch_embedding|class_token|position_(?:embedding|vectors)|absolute_position|distance_scales|projection)"
         last = [(r"^norm", (99999,))]
         if coarse:
-            return {
-                "stem": stem,
-                "blocks": [(r"^(?:blocks|position_generators|stages|levels|downsamplings)\.(\d+)", None), *last],
-            }
+            parts = r"^(?:blocks|position_generators|stages|levels|downsamplings)\.(\d+)"
+            return {"stem": stem, "blocks": [(parts, None), *last]}
         blocks = [
             (r"^(?:blocks|position_generators)\.(\d+)", None),
             (r"^(?:stages|levels)\.(\d+)\.blocks\.(\d+)", None),
