@@ -77,7 +77,7 @@ class ImageLoader:
             its name, such as ``"pervit_t"``, of which ``data`` and ``augment`` are taken as they are; or ``augment`` keys,
             ``{"mixup": 0.8}``, of which there may be none. None: the centre crop of an evaluation instead.
         seed: of the order and all draws.
-        rank, world_size: of this process; by default those of torch.distributed, or RANK and WORLD_SIZE.
+        rank, world_size: of this process; by default those of torch.distributed, RANK and WORLD_SIZE, or a Slurm step.
         device: of the batches; by default the current CUDA device, or the CPU.
         threads: that decode; by default this process's share of the cores.
         shuffle: False: samples come in the set's order.
