@@ -68,7 +68,7 @@ class Predictions:
 
 
 def find_predictions(run: Path, given: Path | None) -> Path | None:
-    """The file that was given, or the one in the run folder; None: there is none. Raises UserError: the given is not there."""
+    """The file that was given, or the one in the run folder; None: neither. Raises UserError: the given one is missing."""
     if given and not given.is_file():
         raise UserError(f"--predictions {given} does not exist", _MAKE)
     places = (run / f"predictions{ending}" for ending in reversed(ENDINGS))
@@ -76,7 +76,7 @@ def find_predictions(run: Path, given: Path | None) -> Path | None:
 
 
 def read_predictions(path: Path) -> Predictions:
-    """Read a parquet, CSV or JSON lines file. Raises UserError: it cannot be read, or a column is missing or odd."""
+    """Read a parquet, CSV or JSON lines file. Raises UserError: it cannot be read, or a column is missing or wrong."""
     try:
         columns = _columns(path)
     except UserError:
