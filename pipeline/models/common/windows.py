@@ -61,7 +61,7 @@ class Tiling:
         return x[:, : self.grid[0], : self.grid[1]] if self.padded != self.grid else x
 
     def connected(self, device: torch.device) -> Tensor | None:
-        """Pairs of tokens of a window that the image has together, not by wrapping or padding: (windows, N, N) bool; None: all."""
+        """Token pairs of a window that the image has together, not by wrapping or padding: (windows, N, N) bool; None: all."""
         return connected_tokens(self.grid, self.window, self.shifts, False, device) if self._has_regions() else None
 
     def connected_kinds(self, device: torch.device) -> tuple[Tensor | None, Runs | None]:
