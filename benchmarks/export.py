@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from pipeline.exporting import FORMATS, Subject, Training, sample_images
-from pipeline.inference.onnx_file import OnnxModel
-from pipeline.models import create_model, load_exported, model_entry
-from pipeline.models.weights.exported import Description
+from pipeline.inference.trained import OnnxModel
+from pipeline.models import create_model, model_entry
+from pipeline.models.weights.exported import Description, read_exported
 
 MODELS = ("deit_t", "convit_ti", "pervit_t", "lsat_t_32", "lsat_t_224", "posmlp_t", "gmlp_s")
 FORMS = (
@@ -48,7 +48,7 @@ def fresh(name: str) -> Subject:
 
 def load(form: str, file: Path) -> Callable[[Tensor], Tensor]:
     if form == "safetensors":
-        return load_exported(file)
+        return read_exported(file)[0]
     if form == "timm":
         import timm
 

@@ -89,7 +89,13 @@ def ours(setting: Setting, compiled: bool = False) -> Step:
     objective = Objective(label_loss(config.train))
     if compiled:
         compilation = importlib.import_module(_COMPILING).Compilation(
-            config.train.compile, config.train.precision, Path(config.output_dir), setting.world, engine.module, objective
+            config.train.compile,
+            config.train.precision,
+            Path(config.output_dir),
+            setting.world,
+            engine.module,
+            objective,
+            False,
         )
         compilation.prepare(batch, noise, False)
 

@@ -3,17 +3,14 @@
 Answers ``--help`` and mistakes without importing a command, of which some take seconds.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from pipeline.command_line import COMMANDS, run_command, typed
-from pipeline.errors import UserError
+from pipeline.errors import UserError, did_you_mean
 
 MODULES = {name: module for commands in COMMANDS.values() for name, module in commands.items()}
 _PACKAGES = Path(__file__).parents[1]  # ``pipeline`` and ``data_prep`` are installed together
@@ -28,8 +25,7 @@ def main() -> None:
         return
     if name not in MODULES:
         problem = f"{program} has no command {name!r}" if name else f"{program} requires a command, such as train"
-        close = get_close_matches(name, MODULES, n=1)
-        raise UserError(f"{problem}: " + (f"did you mean {close[0]}?" if close else f"`{program} --help` lists them."))
+        raise UserError(f"{problem}: {did_you_mean(name, MODULES, f'`{program} --help` lists them.')}")
     sys.argv = [f"{sys.argv[0]} {name}", *sys.argv[2:]]  # what the command's own help is called
     import_module(home(MODULES[name])).command()
 

@@ -1,7 +1,5 @@
 """Parse a command's arguments, run it and end it: a mistake of the user is one sentence, not a traceback."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os
@@ -12,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from pipeline.errors import USER_ERROR, UserError, first_line
 from pipeline.terminal import fitted, paint
@@ -69,11 +67,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def command_parser(module: str, description: str | None, epilog: str | None = None) -> CommandParser:
-    """A parser whose usage shows what was typed, where Python's own shows the file's name.
-
-    Args:
-        module: of the command, as for ``python -m``.
-    """
+    """A parser whose usage shows what was typed, not the file's name. ``module``: of the command, as for ``python -m``."""
     return CommandParser(
         prog=typed(module),
         description=description or "",  # None: of python -OO
@@ -118,20 +112,10 @@ def lacks_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in said)
 
 
-def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream is a pipe whose reader has exited."""
-    poll = select.poll()
-    poll.register(stream, 0)  # POLLERR is always reported
-    return any(state & select.POLLERR for _, state in poll.poll(0))
-
-
 def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoReturn:
     """Run a command's ``main`` and exit: a :class:`UserError` or an ``OSError`` of the file system becomes one line on stderr.
-
-    Args:
-        main: of the command; returns its exit code, or None for 0.
-        resumes: whether the command, given again after Ctrl-C, continues where it stopped; decides what Ctrl-C prints.
-    """
+    ``main``: of the command; returns its exit code, or None for 0. ``resumes``: whether the command, given again after Ctrl-C,
+    continues where it stopped; decides what Ctrl-C prints."""
     # Threads that have done their share spin a while for the others. On a busy machine that takes the core which those wait for, and a
     # training on two cores with two busy loops is 2 to 3 times as slow as with this, on quiet ones 6 % faster.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -145,10 +129,9 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
     except ModuleNotFoundError as error:
         if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):
             _fail(traceback.format_exc(), 1)
-        _fail(
-            f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment with this project's "
-            f"packages (`source .venv/bin/activate`; `make install` in the repository makes it)."
-        )
+        made = "(`source .venv/bin/activate`; `make install` in the repository makes it)"
+        use = f"use the Python of the environment with this project's packages {made}"
+        _fail(f"error: {sys.executable} has no package {error.name!r}: {use}.")
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if lacks_memory(error):
             reason = first_line(error)
@@ -156,9 +139,12 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
                 f"error: there is not enough memory ({reason}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
                 1,  # not USER_ERROR: another start may find more memory
             )
-        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):  # as in `... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
-            sys.exit(1)
+        if isinstance(error, BrokenPipeError):
+            poll = select.poll()
+            poll.register(sys.stdout, 0)  # POLLERR, of a pipe whose reader has exited, is always reported
+            if any(state & select.POLLERR for _, state in poll.poll(0)):  # as in `... | head`
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
+                sys.exit(1)
         if not isinstance(error, OSError) or error.filename is None and error.errno is None:
             _fail(traceback.format_exc(), 1)  # not an error of the file system
         _fail(

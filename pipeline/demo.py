@@ -8,8 +8,6 @@ The last two are a short run to see that everything works, and one on the CPU of
 run. Writes demo/ and runs/demo/ in the current folder; a second call skips what is done.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,7 +19,6 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from pipeline.command_line import run_command
@@ -46,7 +43,11 @@ def main() -> None:
     overrides = [*args.overrides, *([] if args.steps is None else [f"train.max_steps={args.steps}"])]
     config = load_config("demo", overrides)  # a mistake is found before anything is written
     shards, run = config.data.path, config.output_dir
-    processes = _processes()
+    # Two processes if there are two GPUs, or two cores without a GPU, and the launcher that starts them.
+    places = len(os.sched_getaffinity(0))
+    if shutil.which("nvidia-smi"):
+        places = len(subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True).stdout.splitlines())
+    processes = 2 if places > 1 and _LAUNCHER.is_file() else 1
     launcher = ["bash", str(_LAUNCHER), str(processes), "--"] if processes > 1 else _PYTHON
     training = f"{config.model.name}, DALI and DeepSpeed, {counted(processes, 'process')} (log: {run}/{METRICS})"
 
@@ -67,23 +68,11 @@ def main() -> None:
     print("\n" + summary(found, Path(run), round(time.monotonic() - start), processes))
 
 
-def _processes() -> int:
-    """Two if there are two GPUs, or two cores without a GPU, and the launcher that starts them."""
-    places = len(os.sched_getaffinity(0))
-    if shutil.which("nvidia-smi"):
-        places = len(subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True).stdout.splitlines())
-    return 2 if places > 1 and _LAUNCHER.is_file() else 1
-
-
 def _run(*command: str, output: int | None = None) -> None:
     """Run a step to its end, whatever signals come; exit as it does if it fails."""
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"  # the launcher takes the python on it
     process = subprocess.Popen(command, stdout=output, env={**os.environ, "PATH": path})
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
-
-    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the step by itself, which says what it has saved
     code = process.wait()
     if code:
@@ -91,14 +80,7 @@ def _run(*command: str, output: int | None = None) -> None:
 
 
 def summary(result: dict[str, Any], run: Path, seconds: int, processes: int) -> str:
-    """What the demo ends with: the model, its accuracy, where it is, and what to try next.
-
-    Args:
-        result: what ``pipeline.evaluate --json`` wrote.
-        run: the run folder.
-        seconds: wall time of the demo.
-        processes: the world size of the training.
-    """
+    """What the demo ends with: model, accuracy (``result``, as ``evaluate --json`` writes it), where it is, what is next."""
     import yaml
 
     steps = [row for row in map(json.loads, (run / METRICS).read_text().splitlines()) if "lr" in row]

@@ -1,10 +1,9 @@
 """Define errors of the user, one sentence each, and the exit codes of all commands."""
 
-from __future__ import annotations
-
+import difflib
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,7 @@ class UserError(ValueError):
 
     Args:
         problem: names the file or key, what was found and what is needed; the whole sentence if there is no ``remedy``.
-        remedy: what the user can do, in the imperative, without a full stop. A caller that knows a better one uses
-            ``error.problem``.
+        remedy: what the user can do, in the imperative, without a full stop. A caller with a better one uses ``error.problem``.
     """
 
     exit_code = USER_ERROR
@@ -84,10 +82,9 @@ def install_extra(extra: str) -> str:
         pytorch = ""
     if extra in _WITH_TORCHVISION and pytorch.endswith("+cpu"):
         release = pytorch.partition("+")[0]
-        return (
-            f"torchvision of PyPI loads only beside PyTorch of PyPI, not beside {pytorch}; in a second environment, or after "
-            f"pip uninstall torch torchvision, run: pip install torch=={release} {_WITH_TORCHVISION[extra]}"
-        )
+        only = f"torchvision of PyPI loads only beside PyTorch of PyPI, not beside {pytorch}"
+        run = f"run: pip install torch=={release} {_WITH_TORCHVISION[extra]}"
+        return f"{only}; in a second environment, or after pip uninstall torch torchvision, {run}"
     clone = Path(__file__).resolve().parents[1]
     if (clone / "constraints.txt").is_file():
         here = clone == Path.cwd()
@@ -121,6 +118,12 @@ def first_invalid(error: Any, whole: str = "the file") -> str:
 def first_few(names: Sequence[str], most: int = 3) -> str:
     """The first of several names, for a message: ``a, b, c, ...``."""
     return ", ".join([*names[:most], *["..."] * (len(names) > most)])
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, form: str = "{}") -> str:
+    """The remedy for an unknown name: the one of ``known`` that is closest, in a ``form``, or ``otherwise``."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {form.format(close[0])}?" if close else otherwise
 
 
 def counted(number: int, word: str) -> str:

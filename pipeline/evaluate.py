@@ -10,10 +10,7 @@ folder as published, or shards of it). If the run kept an average of its weights
 --weights says otherwise.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +18,7 @@ from pathlib import Path
 
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
-from pipeline.files import check_writable
+from pipeline.files import check_writable, write_json
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked, warn
 from pipeline.metrics import tells_top5
 from pipeline.stores.place import place_argument
@@ -60,8 +57,7 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.logs import console
     from pipeline.shards.image_folder import check_data, open_split
 
-    if args.json:
-        check_writable(args.json)
+    check_writable(args.json)
     if args.predictions:
         check_file("--predictions", args.predictions)
     places = ({"": args.data} if args.data else {}) | parse_sets(args.set)
@@ -93,18 +89,14 @@ def run(args: argparse.Namespace) -> None:
         if trained.named:
             check_same_classes(val, classes, of=str(args.checkpoint))
         elif len(val.classes) != len(classes):
-            raise UserError(
-                f"{args.checkpoint} has {len(classes)} classes, but the images have {len(val.classes)}",
-                "pass images of the data set that it was trained on",
-            )
+            problem = f"{args.checkpoint} has {len(classes)} classes, but the images have {len(val.classes)}"
+            raise UserError(problem, "pass images of the data set that it was trained on")
         else:
             warn(f"{args.checkpoint} does not name its classes: they are taken to be those of the images, in the same order")
             classes, shown = val.classes, val.class_names
     elif not trained.named:
-        raise UserError(
-            f"{args.checkpoint} does not name its classes, so that folders cannot be matched with them",
-            "add --data with the validation set, whose classes are taken to be the model's in the same order",
-        )
+        remedy = "add --data with the validation set, whose classes are taken to be the model's in the same order"
+        raise UserError(f"{args.checkpoint} does not name its classes, so that folders cannot be matched with them", remedy)
     kept = read_classes(args.classes, classes, shown) if args.classes else None
     with console.stage("listing the images"):
         sets = [open_set(name, place, args.split, classes, val, kept) for name, place in places.items()]
@@ -113,10 +105,8 @@ def run(args: argparse.Namespace) -> None:
         with console.stage(f"building {config.model.name}"):
             model = trained.build_model(config.model.switches)
     except RuntimeError:  # PyTorch's list of parameter names would not help
-        raise UserError(
-            f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}",
-            "leave out each --switch that adds, removes or reshapes parameters",
-        ) from None
+        problem = f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}"
+        raise UserError(problem, "leave out each --switch that adds, removes or reshapes parameters") from None
     session = open_session(model, config.train.precision, args)
     world, precision = session.world, session.precision
     rows_of_sets = []
@@ -159,8 +149,7 @@ def run(args: argparse.Namespace) -> None:
         rows_of_sets.append(row)
     if world.is_main:
         print(fitted(table(rows_of_sets, precision.reason), sys.stdout))
-        if args.json:
-            args.json.write_text(json.dumps(rows_of_sets if args.set else rows_of_sets[0], indent=1) + "\n")
+        write_json(args.json, rows_of_sets if args.set else rows_of_sets[0])
     disconnect()
 
 

@@ -110,9 +110,8 @@ def read_subject(source: Path, step: int | str | None, weights: Kind | None, nam
 
     trained = read_trained(source, step, weights)
     if trained.graph is not None:
-        raise UserError(
-            f"{source} is a graph, whose weights are not those of a model", "export the run, or its safetensors file"
-        )
+        problem = f"{source} is a graph, whose weights are not those of a model"
+        raise UserError(problem, "export the run, or its safetensors file")
     description = describe(trained.config, trained.classes, trained.step, trained.kind, names, trained.class_names)
     return Subject(trained.build_model(), description, training_of(source, step, trained))
 

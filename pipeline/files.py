@@ -1,10 +1,9 @@
 """Replace files atomically, append to files, lock them, and explain a disk that is full or read-only."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -23,9 +22,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace a file atomically: write a temporary file beside it, sync it, rename it. If anything fails, the old one stays intact.
 
     The temporary name contains the process id: a process whose parent was killed may briefly live on beside its successor.
-
-    Raises:
-        OSError: from the system, with ``path`` as its ``filename``.
+    Raises OSError: from the system, with ``path`` as its ``filename``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -91,8 +88,16 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_writable(path: Path) -> None:
-    """Check, before the work begins, that its result can be written to the file ``path``; if not, a ``UserError``."""
+def write_json(path: Path | None, content: object) -> None:
+    """Write what ``--json FILE`` asks for; None: nothing."""
+    if path:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def check_writable(path: Path | None) -> None:
+    """Check, before the work begins, that its result can be written to the file ``path``, if any; if not, a ``UserError``."""
+    if path is None:
+        return
     if path.is_dir():
         raise UserError(f"{path} must be a file, got a folder", "add a file name")
     folder = path.absolute().parent
@@ -132,23 +137,17 @@ def lock_bytes(descriptor: int, path: Path, first: int = 0, length: int = 0, wai
     """Lock a byte range of a file open for writing with a POSIX record lock, which network file systems support.
 
     The kernel releases it when the process ends. Beware: closing *any* descriptor of the file releases it too. The range need not
-    exist; a length of 0 extends to infinity.
-
-    Returns:
-        True if this process holds the lock, False if another one does and ``wait`` is false.
-
-    Raises:
-        UserError: the file system does not support these locks.
+    exist; a length of 0 extends to infinity. Returns True if this process holds the lock, False if another one does and
+    ``wait`` is false. Raises UserError: the file system does not support these locks.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, first)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):  # POSIX allows both
             return False
-        raise UserError(
-            f"{path} requires a file system with POSIX locks, which keep two writers apart, got {error.strerror}",
-            "have it mounted with locks (Lustre: flock, NFS: without nolock), or choose another folder",
-        ) from None
+        problem = f"{path} requires a file system with POSIX locks, which keep two writers apart, got {error.strerror}"
+        remedy = "have it mounted with locks (Lustre: flock, NFS: without nolock), or choose another folder"
+        raise UserError(problem, remedy) from None
     return True
 
 
@@ -167,13 +166,15 @@ def write_error(path: Path, error: OSError) -> UserError:
     """The error for a file of a run folder that could not be written; a :class:`DiskRefuses` if a retry may help."""
     go_on = "and start again: the run resumes from its newest checkpoint"
     if error.errno in _FULL:
+        free = "its free space cannot be asked for"
+        with suppress(OSError):
+            free = f"{free_bytes(path.parent) / 1e6:.1f} MB free"
         return DiskRefuses(
-            f"{path} cannot be written: its disk is full ({_free_mb(path)}, {disk_reason(path, error)}): free some space {go_on}."
+            f"{path} cannot be written: its disk is full ({free}, {disk_reason(path, error)}): free some space {go_on}."
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-        return UserError(
-            f"{path} cannot be written: it, or its folder, was removed while the run went on", f"restore it {go_on}"
-        )
+        problem = f"{path} cannot be written: it, or its folder, was removed while the run went on"
+        return UserError(problem, f"restore it {go_on}")
     return DiskRefuses(f"{path} cannot be written ({error.strerror}): see to its permissions and its file system {go_on}.")
 
 
@@ -181,10 +182,7 @@ class GrowingFile:
     """An append-only file of rows that loses none silently.
 
     Rows are buffered until :meth:`flush`, which writes all of them or none: after a partial write, on a full disk, the file is
-    truncated again and the rows are kept for the next attempt.
-
-    Raises:
-        UserError: it cannot be opened, or created in an existing folder.
+    truncated again and the rows are kept for the next attempt. Raises UserError: it cannot be opened or created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -240,10 +238,3 @@ def disk_reason(path: Path, error: OSError) -> str:
         return reason
     no_inode = error.errno == errno.ENOSPC and space.f_files > 0 and space.f_favail == 0
     return f"{reason}, 0 inodes free: too many files" if no_inode else reason
-
-
-def _free_mb(path: Path) -> str:
-    try:
-        return f"{free_bytes(path.parent) / 1e6:.1f} MB free"
-    except OSError:
-        return "its free space cannot be asked for"

@@ -10,7 +10,6 @@ GMACs are those of one image: "modules" as the papers count, "+ attention" in fu
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
-from pipeline.files import check_writable
+from pipeline.files import check_writable, write_json
 from pipeline.terminal import Stage
 
 if TYPE_CHECKING:
@@ -66,8 +65,7 @@ def main() -> None:
     parser.add_argument("--switch", action="append", default=[], metavar="NAME=VALUE", help=said)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
-    if args.json:
-        check_writable(args.json)
+    check_writable(args.json)
     from pipeline.config.values import parse_switches
 
     switches = parse_switches(args.switch)
@@ -77,8 +75,7 @@ def main() -> None:
         rows = [count(name, args.image_size, switches=switches) for name in args.models or models.list_models()]
     print(table(rows))
     print(*(sentence for row in rows for sentence in row.remarks()), _NOTES, sep="\n")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    write_json(args.json, [asdict(row) for row in rows])
 
 
 command = partial(run_command, main, resumes=False)

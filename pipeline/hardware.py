@@ -74,11 +74,7 @@ def gpu_of_driver(device: str) -> Gpu | None:
 
 
 def native_bf16(device: torch.device) -> tuple[bool, str]:
-    """Tell whether a device has bf16 instructions; without them bf16 is emulated, and slow.
-
-    Returns:
-        The answer, and the reason as half a sentence.
-    """
+    """Tell whether a device has bf16 instructions, without which bf16 is emulated and slow; and why, as half a sentence."""
     import torch
 
     if device.type == "cuda":
@@ -100,9 +96,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     """Peak FLOP/s of one rank's device.
 
     Emulated bf16 is measured against the fp32 peak, since it runs on fp32 instructions: the utilization stays below 100 %.
-
-    Returns:
-        FLOP/s, and the source of the figure ("data sheet" or "measured").
+    Returns FLOP/s, and the source of the figure ("data sheet" or "measured").
     """
     import torch
 
@@ -127,11 +121,7 @@ def _measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
-    """Memory use of this process in GiB.
-
-    Returns:
-        (current, peak): PyTorch's allocations on a GPU, the resident set size on a CPU.
-    """
+    """Memory use of this process in GiB. Returns (current, peak): PyTorch's allocations on a GPU, on a CPU the resident set."""
     import psutil
     import torch
 

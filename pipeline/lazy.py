@@ -1,8 +1,6 @@
 """Import late: lazy package imports (PEP 562), a module is loaded when one of its names is first used, so that ``--help`` need not load
 PyTorch; and what a config names as ``module:name``."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -14,14 +12,10 @@ from pipeline.errors import UserError, first_line
 
 
 def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """What a package's ``__init__`` calls instead of importing (PEP 562).
+    """What a package's ``__init__`` calls instead of importing (PEP 562): its ``__getattr__``, ``__dir__`` and ``__all__``.
 
     Args:
-        package: its ``__name__``.
         modules: module of the package -> the names that the package has from it, separated by spaces.
-
-    Returns:
-        The package's ``__getattr__``, ``__dir__`` and ``__all__``.
     """
     home = {name: module for module, names in modules.items() for name in names.split()}
 
@@ -47,7 +41,5 @@ def import_named(key: str, name: str, what: str) -> Any:
     try:
         return reduce(getattr, attribute.split("."), import_module(module))
     except (Exception, SystemExit) as error:  # whatever a module of somebody else raises
-        raise UserError(
-            f"{key} must be {what}, got {name} ({type(error).__name__}: {first_line(error)})",
-            "correct it, or put the folder of the module on PYTHONPATH",
-        ) from None
+        problem = f"{key} must be {what}, got {name} ({type(error).__name__}: {first_line(error)})"
+        raise UserError(problem, "correct it, or put the folder of the module on PYTHONPATH") from None

@@ -8,8 +8,6 @@
 Outside of a step that is logged (an evaluation, a dry run) nothing is recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -9,7 +9,6 @@ Nothing large is built: the model's step is traced with tensors that have shapes
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 from pipeline import hardware
 from pipeline.command_line import run_command
 from pipeline.errors import UserError
-from pipeline.files import check_writable
+from pipeline.files import check_writable, write_json
 from pipeline.shards.shard_set import check_shards
 from pipeline.stores.place import place_argument
 from pipeline.terminal import Stage, fitted
@@ -45,9 +44,8 @@ def subject_of(args: argparse.Namespace) -> Subject:
     overrides = list(args.overrides)
     if args.micro_batch is not None:
         if said := [override for override in overrides if override.startswith("train.micro_batch_size=")]:
-            raise UserError(
-                f"--micro-batch cannot stand beside {said[-1]}, got --micro-batch {args.micro_batch}", "remove one of them"
-            )
+            problem = f"--micro-batch cannot stand beside {said[-1]}, got --micro-batch {args.micro_batch}"
+            raise UserError(problem, "remove one of them")
         overrides.append(f"train.micro_batch_size={args.micro_batch}")
     config = load_config(args.config, overrides)
     check_name(config.model.name)
@@ -114,14 +112,11 @@ def main() -> int:
         raise UserError(f"--price must be at least 0, got {args.price:g}", "correct it")
     if not (math.isfinite(args.network) and args.network > 0):
         raise UserError(f"--network must be positive, in GB/s, got {args.network:g}", "25 is a port of 200 Gbit/s")
-    if args.json:
-        check_writable(args.json)
+    check_writable(args.json)
     if args.data:
         if isinstance(args.data, Path) and not args.data.is_dir():
-            raise UserError(
-                f"--data must be a shard set, got {args.data}, which is not a directory",
-                "pass the folder that data_prep.shard_imagenet wrote",
-            )
+            problem = f"--data must be a shard set, got {args.data}, which is not a directory"
+            raise UserError(problem, "pass the folder that data_prep.shard_imagenet wrote")
         check_shards(args.data)
     subject = subject_of(args)
 
@@ -146,8 +141,7 @@ def main() -> int:
     with Stage("looking for what fits better"):
         text = page.text(subject, memory, time, passed_over)
     print(fitted(text, sys.stdout))
-    if args.json:
-        args.json.write_text(json.dumps(page.figures(subject, memory, time), indent=1) + "\n")
+    write_json(args.json, page.figures(subject, memory, time))
     return 0 if memory.fits else 1
 
 

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from pipeline import export, load
 from pipeline.errors import UserError, install_extra
 from pipeline.inference.trained import read_trained
-from pipeline.models import load_exported
-from pipeline.models.weights.exported import read_metadata
+from pipeline.models.weights.exported import read_exported, read_metadata
 from support.ranks import run_forked
 from support.runs import train_twice_saved
 from support.small_model import write_model
@@ -82,7 +81,7 @@ def test_an_export_of_an_export_keeps_what_is_known(run: Path, command, tmp_path
     command(file, "--format", "safetensors", "--names", "authors", "--output", tmp_path / "b.safetensors")
     cards = [(tmp_path / f"{name}.safetensors.md").read_text() for name in "ab"]
     assert cards[0].partition("## Loading")[0] == cards[1].partition("## Loading")[0]
-    first, second = (load_exported(tmp_path / f"{name}.safetensors").state_dict() for name in "ab")
+    first, second = (read_exported(tmp_path / f"{name}.safetensors")[0].state_dict() for name in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
     metadata = read_metadata(file) | {"training": '{"samples": "many"}'}
     save_file(load_file(file), file, metadata)

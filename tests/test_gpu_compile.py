@@ -77,7 +77,7 @@ def test_gradients_and_launches(
     ]
     config = Config(output_dir=str(tmp_path / "run"), train=TrainConfig(compile=kind, precision=precision))
     objective = Objective(label_loss(config.train))
-    compilation = Compilation(kind, precision, tmp_path / "run", world, model, objective)
+    compilation = Compilation(kind, precision, tmp_path / "run", world, model, objective, False)
 
     def step() -> torch.Tensor:
         model.zero_grad()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import ImageLoader
-from pipeline.cluster.environment import rank_and_size
+from pipeline.cluster.environment import read_rank
 
 
 def network(classes: int) -> nn.Module:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[int, int]:
     parser.add_argument("--image-size", type=int, default=64, help="pixels")
     options = parser.parse_args(arguments)
 
-    rank, ranks = rank_and_size()
+    rank, ranks = read_rank()
     if ranks > 1:
         dist.init_process_group()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,7 +1,5 @@
 """Measure the token mixing of gMLP and PosMLP: the map of each layer, the distance that it bridges, the covariance of its Gaussians."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -99,11 +97,9 @@ def covariance_gain(covariance: Tensor) -> Tensor:
     """√(λ₁ λ₂) of each Σ: the term of a group in PosMLP's Eq. 16. The smaller it is, the less local the group.
 
     Despite its name Σ is what Eq. 5 writes as an inverse: 1 / √λ is the standard deviation along an axis in patches. Of
-    ``covariance: free`` (Σ = Γ) it takes the symmetric part, which is all that the quadratic form depends on.
-
-    Returns:
-        (..., 2, 2) -> (...) float64; NaN where the smaller eigenvalue is below :data:`SINGULAR`, which Eq. 16 leaves out. With
-        ``free`` it may be negative: no Gaussian.
+    ``covariance: free`` (Σ = Γ) it takes the symmetric part, which is all that the quadratic form depends on. Returns
+    (..., 2, 2) -> (...) float64; NaN where the smaller eigenvalue is below :data:`SINGULAR`, which Eq. 16 leaves out. With
+    ``free`` it may be negative: no Gaussian.
     """
     sigma = covariance.double()
     smaller, larger = torch.linalg.eigvalsh((sigma + sigma.transpose(-1, -2)) / 2).unbind(-1)

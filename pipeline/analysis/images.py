@@ -1,7 +1,5 @@
 """Choose the images of an analysis: some of a split, at random, and examples that are shown with their maps."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 
@@ -24,11 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 def open_images(data: Place, split: str, classes: Sequence[str], checkpoint: str) -> ShardSet | ImageFolder:
-    """Open the split. A trained model needs images of its own classes; fresh weights, which have none, take any.
-
-    Raises:
-        UserError: there is no such data, it has no images, or other classes.
-    """
+    """Open the split. A trained model needs images of its own classes; fresh weights, which have none, take any. Raises
+    UserError: there is no such data, it has no images, or other classes."""
     images = open_split(data, split, classes or None)
     if classes:
         check_same_classes(images, list(classes), of=checkpoint)
@@ -51,20 +46,15 @@ def chosen_images(split: ShardSet | ImageFolder, count: int, seed: int) -> Chose
 
 
 def example_numbers(split: ShardSet | ImageFolder, keys: Sequence[str], count: int, seed: int) -> np.ndarray:
-    """Sample numbers of the examples: those with the given keys, or without keys the first ``count`` of :func:`choose`.
-
-    Raises:
-        UserError: there is no sample of a key.
-    """
+    """Sample numbers of the examples: those with the given keys, or without keys the first ``count`` of :func:`choose`. Raises
+    UserError: there is no sample of a key."""
     if not keys:
         return choose(len(split), count, seed)
     found = {key: index for index in range(len(split)) if (key := split.key(index)) in keys}
     for key in keys:
         if key not in found:
-            raise UserError(
-                f"{split.folder} has no sample {key!r} in {split.split or 'the folder'}",
-                f"pass keys such as {split.key(0)} and {split.key(len(split) - 1)}",
-            )
+            problem = f"{split.folder} has no sample {key!r} in {split.split or 'the folder'}"
+            raise UserError(problem, f"pass keys such as {split.key(0)} and {split.key(len(split) - 1)}")
     return np.array([found[key] for key in keys], dtype=np.int64)
 
 

@@ -36,11 +36,8 @@ _NO_SUCH = "Eq. 3 (the paper has no such figure)"
 
 def pair_distances(block: AnyBlock, grid: Grid, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """Distances of a block's queries from its keys in patches, in the layout of its probe ``attention``. The block is a global one, or
-    one of Table 6; CvT's keys are every second patch along both axes.
-
-    Returns:
-        distances (groups, L, S) float64; queries (groups, L) bool, False for the padding of Swin's windows.
-    """
+    one of Table 6; CvT's keys are every second patch along both axes. Returns distances (groups, L, S) float64; queries
+    (groups, L) bool, False for the padding of Swin's windows."""
     if isinstance(block, SwinBlock):
         padded = Tiling(grid, block.window).padded
         tokens = places(*padded, device).unflatten(0, (1, *padded))

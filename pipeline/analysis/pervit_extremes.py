@@ -5,8 +5,6 @@ self-attention. The appendix assumes the maps Φp; here the position encoding's 
 peripheral projection with a single tap shifts the map of distances by one token, so that it is 0 at that neighbour.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 Numbers only; the pixels follow in :mod:`pipeline.loader.dali_graph` and :mod:`pipeline.loader.cpu_transform`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -126,14 +124,12 @@ def border_weights(before: int, after: int, bilinear: bool = False) -> np.ndarra
 
     A pixel near the border depends on source pixels beyond it. Pillow and PyTorch leave these out and divide by the sum of the
     weights that remain; DALI repeats the border's pixel. With ``out`` the weight of what lies beyond the border, DALI's value ``d``
-    and the border's pixel ``e``, Pillow's value is ``(d - out * e) / (1 - out) = d + out / (1 - out) * (d - e)``.
+    and the border's pixel ``e``, Pillow's value is ``(d - out * e) / (1 - out) = d + out / (1 - out) * (d - e)``. Returns the
+    factors ``out / (1 - out)``, (2, after) float32: for the border at the start and for that at the end; 0 away from it.
 
     Args:
         before, after: pixels along the axis.
         bilinear: the triangle filter instead of the cubic one (Keys, 1981, a = -1/2).
-
-    Returns:
-        The factors ``out / (1 - out)``, (2, after) float32: for the border at the start and for that at the end; 0 away from it.
     """
     step = before / after
     stretch = max(step, 1.0)  # antialiasing widens the filter

@@ -95,12 +95,8 @@ def erasing_noise(erasing: Erasing, channels: int) -> Tensor:
 
 
 def erased_rows(erasing: Erasing, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Where :meth:`RandomErasing.apply_batch_` puts the noise in images of this shape, (B, channels, H, W).
-
-    Returns:
-        For each of the R rows of all rectangles: its place in the flattened images minus its place in the noise, and its width; (R,)
-        int64 each.
-    """
+    """Where :meth:`RandomErasing.apply_batch_` puts the noise in images of this shape, (B, channels, H, W). Returns for each of
+    the R rows of all rectangles: its place in the flattened images minus that in the noise, and its width; (R,) int64 each."""
     _, channels, height, width = shape
     image = np.flatnonzero(erasing.box[:, 2])
     top, left, rows, columns = erasing.box[image].T  # (n,) each

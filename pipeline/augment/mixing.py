@@ -59,12 +59,8 @@ class MixupCutmix(BatchAugmentation):
         return self.sample(numbers, places.different)
 
     def sample(self, numbers: np.ndarray, apart: int) -> Mixing:
-        """How groups are mixed.
-
-        Args:
-            numbers: (G, UNIFORMS_PER_GROUP) in [0, 1).
-            apart: least distance, also around the end of the group, which has at least twice as many images.
-        """
+        """How groups are mixed. ``numbers``: (G, UNIFORMS_PER_GROUP) in [0, 1); ``apart``: least distance, also around the end
+        of the group, which has at least twice as many images."""
         method, distance, row, column = numbers[:, 2 * BETA_ATTEMPTS :].T
         cut = method < (self.switch if self.mixup and self.cutmix else float(bool(self.cutmix)))
         alpha = np.where(cut, self.cutmix, self.mixup)
@@ -117,10 +113,8 @@ def mixing_weights(mixing: Mixing, height: int, width: int) -> tuple[np.ndarray,
     """Mixup and CutMix as one interpolation, whose weight depends on the pixel.
 
     The partner's weight at a pixel is the product of that of its row and that of its column: for CutMix 1 inside the box and 0
-    outside, for Mixup the same everywhere.
-
-    Returns:
-        Each image's partner, (B,) int64, and the partner's weight by row, (B, H), and by column, (B, W), float32.
+    outside, for Mixup the same everywhere. Returns each image's partner, (B,) int64, and the partner's weight by row, (B, H),
+    and by column, (B, W), float32.
     """
     top, left, rows, columns = mixing.box[:, :, None].transpose(1, 0, 2)  # (G, 1) each
     y, x = np.arange(height), np.arange(width)

@@ -1,13 +1,11 @@
 """3-Augment (Touvron et al., "DeiT III: Revenge of the ViT", ECCV 2022, Sec. 3) and colour jitter.
 
 An image gets one of three with equal probability: grayscale, solarization, a Gaussian blur; then its brightness, contrast and
-saturation are multiplied by random factors, in random order, as torchvision's ``ColorJitter`` does. Ranges and probabilities are
-those of the authors' ``augment.py``.
+saturation are multiplied by random factors, in random order. Ranges and probabilities are those of the authors' ``augment.py``.
 
-All but the blur are operations that RandAugment has too, whose pixels this takes. The blur is Pillow's: on the CPU by Pillow itself,
-in a DALI graph by the same sums. Pillow approximates the Gaussian by three box filters along each axis (Gwosdek et al., "Theoretical
-Foundations of Gaussian Convolution by Extended Box Filtering", 2011), rounds to 8 bits after each, and repeats the border's pixels.
-DALI's own blur is a sampled Gaussian, up to 9 levels of 255 away.
+The blur is Pillow's: on the CPU by Pillow itself, in a DALI graph by the same sums of three box filters along each axis
+(Gwosdek et al., "Theoretical Foundations of Gaussian Convolution by Extended Box Filtering", 2011), rounded to 8 bits after
+each. DALI's own blur is a sampled Gaussian, up to 9 levels of 255 away.
 """
 
 from __future__ import annotations
@@ -114,11 +112,8 @@ class ThreeAugment(PixelAugmentation):
 
 
 def box_weights(radius: np.ndarray) -> np.ndarray:
-    """Weights of the box filters that Pillow blurs with, of (B,) standard deviations of Gaussians in pixels, 0 to 2.
-
-    Returns:
-        (B, 2, TAPS) float32, whole numbers: the weights in 2**-24, as their two digits to base 2**12, the high one first.
-    """
+    """Weights of the box filters that Pillow blurs with, of (B,) standard deviations of Gaussians in pixels, 0 to 2. Returns
+    (B, 2, TAPS) float32, whole numbers: the weights in 2**-24, as their two digits to base 2**12, the high one first."""
     # In float32, as in Pillow's C code: weights of a sixth decide by their last bit where a sum is halfway between two levels.
     radius = np.asarray(radius, dtype=np.float32)
     variance = radius * radius / np.float32(PASSES)

@@ -7,8 +7,6 @@
 RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. COMMAND --help lists the options and shows examples.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from functools import partial

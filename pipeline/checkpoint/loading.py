@@ -1,7 +1,5 @@
 """Resume a run: find the newest intact checkpoint, and load the slices that each rank holds."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import time
@@ -44,12 +42,10 @@ def newest_intact(run_dir: Path, world: World, set_aside_damaged: bool = True) -
     """Find the newest intact checkpoint; None if the run has none. Collective.
 
     Each rank verifies some of the files. A damaged checkpoint is set aside with a warning, and the one before it is tried.
+    Raises UserError: there are checkpoints, but none is intact; or the newest is of another version, or cannot be read now.
 
     Args:
         set_aside_damaged: the caller must hold the run's lock then; False: the folder is only read.
-
-    Raises:
-        UserError: there are checkpoints, but none is intact; or the newest is of another version, or cannot be read now.
     """
     # As rank 0 sees them: network disks may lag elsewhere.
     steps = world.from_main(saved_steps(run_dir) if world.is_main else [])
@@ -73,11 +69,8 @@ def newest_intact(run_dir: Path, world: World, set_aside_damaged: bool = True) -
 
 
 def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
-    """The checkpoint, with the same manifest on every rank, and the defects that any rank found. Collective.
-
-    Raises:
-        UserError: on every rank: another version wrote it, or a file cannot be read now, which need not mean damage.
-    """
+    """The checkpoint, with the same manifest on every rank, and the defects that any rank found. Collective. Raises UserError:
+    on every rank: another version wrote it, or a file cannot be read now, which need not mean damage."""
 
     def read_manifest() -> list[str | None]:
         try:

@@ -217,10 +217,8 @@ def checksum(path: Path) -> FileRecord:
 def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) -> list[str]:
     """Compare files with their records in the manifest; a sentence for each that differs.
 
-    Without ``contents``, only existence and size are compared, and no checksum.
-
-    Raises:
-        OSError: a file cannot be read now, which says nothing about its contents.
+    Without ``contents``, only existence and size are compared, and no checksum. Raises OSError: a file cannot be read now,
+    which says nothing about its contents.
     """
     sentences = []
     for written in files:

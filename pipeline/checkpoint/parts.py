@@ -5,8 +5,6 @@ thousand ranks a checkpoint may have a thousand files. If every rank opened each
 to the file system's metadata server; so a rank reads the headers of its share and opens only those files that hold what it needs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -95,10 +93,7 @@ class SliceReader:
     """Reads slices from the intact files of a checkpoint, however it was sharded when it was saved.
 
     ``entries`` are those of all files of the folder (:func:`read_headers`). A file is opened, and mapped into memory, when something is
-    read from it.
-
-    Raises:
-        ValueError: a file has a tensor that does not belong in a checkpoint.
+    read from it. Raises ValueError: a file has a tensor that does not belong in a checkpoint.
     """
 
     def __init__(self, folder: Path, entries: Iterable[Entry]) -> None:

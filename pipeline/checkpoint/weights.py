@@ -1,7 +1,5 @@
 """Read the weights of a checkpoint as plain state dicts, for evaluation, fine-tuning and distillation, and export them to one file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -53,14 +51,11 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
     """Read and verify the weights of a checkpoint.
 
     The default weights, for evaluation, export, fine-tuning and distillation alike, are the average if the run kept one, else
-    the model's; for ``best``, those that scored best.
+    the model's; for ``best``, those that scored best. Raises UserError: there is no such checkpoint, or it is damaged.
 
     Args:
         path: a run folder, or one of its checkpoints.
         step: which checkpoint; ``best``: the best one; None: the newest.
-
-    Raises:
-        UserError: there is no such checkpoint, or it is damaged.
     """
     run_dir, found = find_checkpoint(path, step)
     folder = step_folder(run_dir, found)
@@ -85,15 +80,12 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
 
 
 def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialWeights:
-    """Read the initial weights of a fine-tuning run.
+    """Read the initial weights of a fine-tuning run. Raises UserError: it cannot be read, or holds no state dict.
 
     Args:
         source: a run folder, one of its checkpoints, a folder in timm's layout, or a file with a state dict: from ``export``,
             another safetensors file, or from ``torch.save``, at the top level or under ``model`` or ``state_dict``.
         key: of the config, for messages.
-
-    Raises:
-        UserError: it does not exist, cannot be read, or holds no state dict.
     """
     description = classes = None
     if is_timm_folder(source):
@@ -117,10 +109,8 @@ def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialW
 def export(run_dir: Path, output: Path, step: int | str | None, kind: Kind | None, names: Names, force: bool) -> Description:
     """Export the weights of a checkpoint to one file, ``*.safetensors``; returns their description.
 
-    ``step`` and ``kind`` choose as in :func:`read_weights` and :meth:`SavedWeights.choose`, with their errors.
-
-    Raises:
-        UserError: ``output`` exists or cannot be written.
+    ``step`` and ``kind`` choose as in :func:`read_weights` and :meth:`SavedWeights.choose`, with their errors. Raises
+    UserError: ``output`` exists or cannot be written.
     """
     if output.suffix != SUFFIX:
         raise UserError(f"--output must end in {SUFFIX}, got {output}", f"name it {output.with_suffix(SUFFIX).name}")

@@ -4,8 +4,6 @@ They are not authenticated: whoever can write there can end the run anyway (``do
 and no message can end a run as if it were finished.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -89,8 +87,7 @@ class Verdict:
 
 
 class Board:
-    """Heartbeats in the job's key-value store, over a connection that nothing else uses. Whoever reaches it can write there: what is not
-    a heartbeat is named once and ignored."""
+    """Heartbeats in the job's key-value store, over a connection that nothing else uses; what is no heartbeat is named once."""
 
     def __init__(self, store: dist.TCPStore) -> None:
         self._store = store
@@ -120,10 +117,9 @@ class Board:
         if note and rank not in self._warned:
             self._warned.add(rank)
             store, shown = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ), note[: 4 * _SHOWN].decode(errors="replace")
-            print_now(
-                f"warning: {_key(rank)} in the job's store at {store} is not a heartbeat ({printable(shown, _SHOWN)}) and is ignored: "
-                f"somebody else writes to this port; see the repository's docs/security.md for how to keep strangers out"
-            )
+            said = f"{_key(rank)} in the job's store at {store} is not a heartbeat ({printable(shown, _SHOWN)}) and is ignored"
+            docs = "see the repository's docs/security.md for how to keep strangers out"
+            print_now(f"warning: {said}: somebody else writes to this port; {docs}")
 
 
 def print_now(line: str) -> None:

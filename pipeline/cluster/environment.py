@@ -16,8 +16,7 @@ LAUNCHER = "PERVIT_LAUNCHER_PID"  # set by launch/local.sh, whose death sends SI
 ALONE_SECONDS = 60  # grace period once the launcher is gone; launch/local.sh itself waits as long before it kills its ranks
 SECRET = "PERVIT_JOB_SECRET"  # name of the variable with the job's secret, see rendezvous.py
 START_WITH = "start with torchrun, or with the repository's launch/local.sh or sbatch"
-# Set by srun for each task -> read by PyTorch and DeepSpeed.
-_FROM_SRUN = {"SLURM_PROCID": "RANK", "SLURM_STEP_NUM_TASKS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK"}
+_OF_STEP = {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}  # set by srun for each task
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,13 @@ class Place:
 
 
 def read_place() -> Place:
-    """Read this process's place in its job, and set the variables that PyTorch and DeepSpeed read.
+    """Read this process's place in its job, and set the variables that PyTorch and DeepSpeed read, even for one process.
 
-    Sources, in this order: RANK and WORLD_SIZE, a Slurm step (``srun``), else a single process. A ``UserError`` names a variable that
-    several processes need and that is missing or malformed.
+    A ``UserError`` names a variable that several processes need and that is missing or malformed.
     """
-    _set_ranks()
-    size = _integer("WORLD_SIZE", 1)
-    rank = _integer("RANK", 0, size - 1)
+    rank, size = read_rank()
+    if "RANK" not in os.environ:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=os.environ.get("SLURM_LOCALID", "0"))
     for name, alone in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         if not os.environ.get(name):
             if size > 1:
@@ -48,27 +46,38 @@ def read_place() -> Place:
     _integer("MASTER_PORT", 1 if size > 1 else 0, 65535)
     if "LOCAL_RANK" not in os.environ:
         _derive_local_rank(rank, size)
-    local_rank = _integer("LOCAL_RANK", 0, size - 1)
     if has_agent() and os.environ.get("LOCAL_WORLD_SIZE") == str(size):
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # torchrun gives the host's name, for which ranks listen on the network
+    return Place(rank, size, _integer("LOCAL_RANK", 0, size - 1), *share_of_node(size))
+
+
+def read_rank() -> tuple[int, int]:
+    """Read rank and number of ranks: RANK and WORLD_SIZE, else a Slurm step (``srun``), else a single process. Sets nothing.
+
+    A ``UserError`` names the one of them that is missing or malformed.
+    """
+    names = ("RANK", "WORLD_SIZE")
+    if "RANK" not in os.environ and os.environ.keys() >= _OF_STEP:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    elif "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
+        return 0, 1
+    for name, other in (names, names[::-1]):
+        if name not in os.environ:
+            raise UserError(f"{other} {os.environ[other]} requires {name}, which is not set", START_WITH)
+    size = _integer(names[1], 1)
+    return _integer(names[0], 0, size - 1), size
+
+
+def share_of_node(size: int) -> tuple[int, int]:
+    """Ranks, of ``size``, on this node; and this rank's share of its cores. Sets nothing. Raises as :func:`read_rank`."""
     usable = len(os.sched_getaffinity(0))
     if "LOCAL_WORLD_SIZE" in os.environ:
-        local_size = _integer("LOCAL_WORLD_SIZE", 1, size)
-        return Place(rank, size, local_rank, local_size, max(1, usable // local_size))
+        local_size = _integer("LOCAL_WORLD_SIZE", 1)
+        return local_size, max(1, usable // local_size)
     # Slurm may have bound this task to its own cores already: dividing them once more would be wrong.
     local_size = _slurm_tasks_per_node() or size
     share = _integer("SLURM_CPUS_PER_TASK", 1) if os.environ.get("SLURM_CPUS_PER_TASK") else max(1, usable // local_size)
-    return Place(rank, size, local_rank, local_size, min(usable, share))
-
-
-def rank_and_size() -> tuple[int, int]:
-    """RANK and WORLD_SIZE, as a launcher such as torchrun sets them; 0 and 1 without them. Sets nothing. Raises as :func:`read_place`."""
-    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
-        return 0, 1
-    if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]:
-        raise UserError(f"RANK and WORLD_SIZE must both be set, but {missing[0]} is not", "set both, or neither")
-    size = _integer("WORLD_SIZE", 1)
-    return _integer("RANK", 0, size - 1), size
+    return local_size, min(usable, share)
 
 
 def _derive_local_rank(rank: int, size: int) -> None:
@@ -96,11 +105,8 @@ def has_agent() -> bool:
 
 
 def job_secret(text: str) -> bytes:
-    """The job's secret, 32 bytes. The launcher or rank 0 draws it for each start; it appears in no log, file or message.
-
-    Raises:
-        UserError: it is missing or malformed; the message does not quote it.
-    """
+    """The job's secret, 32 bytes. The launcher or rank 0 draws it for each start; it appears in no log, file or message. Raises
+    UserError: it is missing or malformed; the message does not quote it."""
     if not re.fullmatch(r"[0-9a-f]{64}", text):
         found = f"{len(text)} other characters" if text else "nothing"
         problem = f"{SECRET} must be one number of 64 hexadecimal digits for all processes of a job, got {found}"
@@ -118,20 +124,6 @@ def job_name(environment: Mapping[str, str]) -> str | None:
 def slurm_granted_gpus() -> bool:
     """Whether this task was granted GPUs. SLURM_JOB_GPUS does not tell: under --exclusive it lists all GPUs of the node."""
     return bool(os.environ.get("SLURM_STEP_GPUS") and os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _set_ranks() -> None:
-    """Set RANK, WORLD_SIZE and LOCAL_RANK, which DeepSpeed requires even for one process."""
-    if "RANK" in os.environ:
-        if "WORLD_SIZE" not in os.environ:
-            raise UserError(f"RANK {os.environ['RANK']} requires WORLD_SIZE, which is not set", START_WITH)
-    elif "SLURM_STEP_ID" in os.environ and all(name in os.environ for name in _FROM_SRUN):
-        for slurm_name, name in _FROM_SRUN.items():
-            os.environ[name] = str(_integer(slurm_name, 0))
-    elif os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(f"WORLD_SIZE {os.environ['WORLD_SIZE']} requires RANK, which is not set", START_WITH)
-    else:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 
 
 def _slurm_tasks_per_node() -> int | None:
@@ -160,15 +152,11 @@ class StopSignal:
     loop checks it between steps.
 
     A context manager. On exit it restores the former handlers, or ignores these signals if one was received: clusters repeat
-    them, and a second one must not change the exit code of a process that is shutting down. An ignored SIGHUP (``nohup``) stays
-    ignored.
-
-    Attributes:
-        received: the signal's number, or 0.
+    them, and a second one must not change the exit code of a process that ends. An ignored SIGHUP (``nohup``) stays ignored.
     """
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received = 0  # number of the signal
 
     def __enter__(self) -> StopSignal:
         numbers = [signal.SIGTERM, signal.SIGUSR1]

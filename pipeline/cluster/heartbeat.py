@@ -1,14 +1,13 @@
 """Exchange heartbeats between the ranks: when one is lost or hangs, all others name it and exit.
 
-Once per second each rank writes a heartbeat with its position, and with an error that NCCL's watchdog has noted, under its own key in
-the job's key-value store. Rank 0, which hosts the store, reads all of them, runs the failure detector (``lost_ranks``) and writes its
-verdict, in its own heartbeat, which the others read. So N ranks make about 3 N small requests per second, all name the same culprit,
-and only rank 0 itself must be judged by the others: it is lost if its heartbeats stop, its store does not answer, or the connection to
-it closes.
+Once per second each rank writes a heartbeat with its position, and with an error that NCCL's watchdog has noted, under its own
+key in the job's key-value store. Rank 0, which hosts the store, reads all of them, runs the failure detector (``lost_ranks``)
+and writes its verdict, in its own heartbeat, which the others read. So N ranks make about 3 N small requests per second, all
+name the same culprit, and only rank 0 itself must be judged by the others: it is lost if its heartbeats stop, its store does
+not answer, or its connection closes.
 
 Time from the fault to the exit of all other ranks: at most ``silence_timeout`` + 10 s (typically + 3 s); 15 s if a collective
-failed; 5 s if the rank could report its own error. If a rank hangs, ``progress_timeout`` + 10 s after the last one stopped
-advancing.
+failed; 5 s if the rank could report its own error. If a rank hangs, ``progress_timeout`` + 10 s after the last one stopped.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import os
+import re
 import socket
 import threading
 import time
@@ -38,6 +38,7 @@ from pipeline.errors import RANK_LOST, USER_ERROR, UserError, first_line, printa
 
 BEAT = 1.0  # seconds between heartbeats: short against silence_timeout (5 s or more)
 _LAST_WORD = 5.0  # seconds that rank 0 keeps the store open for ranks that have not read the verdict: a few beats
+_OF_COLLECTIVE = re.compile("gloo|onnection closed by peer|NCCL")  # in an error of communication with other ranks
 _LONGEST_MESSAGE = 2000  # characters of an error message; the store must not be filled by one
 
 
@@ -108,7 +109,7 @@ class Heartbeat:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, SystemExit):
             self.leave()
-        elif is_collective_error(error):
+        elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and _OF_COLLECTIVE.search(str(error)):
             self.failed(error)
         elif isinstance(error, KeyboardInterrupt):
             self.leave("stopped by Ctrl-C", 130)
@@ -225,13 +226,6 @@ class Heartbeat:
         elif verdict.hanging or self._rank != 0:
             time.sleep(BEAT)  # a launcher shows the first rank to exit: let it be the one with the traceback, or rank 0
         os._exit(verdict.exit_code)
-
-
-def is_collective_error(error: BaseException) -> bool:
-    """Whether ``error`` comes from communication with other ranks rather than from this rank's own work."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "onnection closed by peer", "NCCL"))
-    )
 
 
 def _first_line(error: BaseException) -> str:

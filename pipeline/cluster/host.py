@@ -1,12 +1,9 @@
-"""Prepare this machine for a rank: check its GPU's driver, bind it to CPU cores, set up the C allocator, choose gloo's interface; tell
-machines apart.
+"""Prepare this machine for a rank: check the GPU's driver, bind to cores, set up the C allocator, choose gloo's interface.
 
 Slurm's own binding of GPUs (``--gpu-bind=closest`` or ``single``) hides a rank's GPU from its neighbours, and NCCL then copies
 through host memory where it could copy from GPU to GPU. So the job scripts leave all GPUs and all cores of the job visible to
 every rank (``--gpu-bind=none --cpu-bind=none``), and each rank takes its cores here.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes

@@ -4,8 +4,6 @@ Time counts only while the detector itself was running and saw no change. So nei
 of the detecting process makes other ranks look silent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pipeline.cluster.beats import Beat, Status, Verdict
@@ -62,12 +60,17 @@ class Judge:
 
     def verdict(self) -> Verdict | None:
         """Why the run must end, or None."""
-        return self._ended() or self.silent() or self._broken_for_no_reason() or self._hanging()
-
-    def _ended(self) -> Verdict | None:
         for beat in self._with(Status.ENDED):
             return Verdict(f"{beat.who} ended at {beat.place}: {beat.message}.", beat.exit_code)
-        return None
+        if verdict := self.silent():
+            return verdict
+        # A collective failed, but all ranks are alive, as one that was lost would have fallen silent by now: it timed out, or
+        # the network between two of them is cut.
+        if self._broken >= 2 * BROKEN_SILENCE_LIMIT:
+            return self._behind(self._with(Status.BROKEN)[0])
+        # All ranks are alive but none makes progress. Those that wait for the hung rank got further than it did.
+        running = [self._still[beat.rank] for beat in self._with(Status.RUNNING)]
+        return self._behind() if running and min(running) >= self._config.progress_timeout else None
 
     def silent(self) -> Verdict | None:
         """A rank whose heartbeats stopped: killed, suspended, or cut off with its node or network."""
@@ -80,19 +83,6 @@ class Judge:
         others = [beat.rank for beat in watched if beat is not worst and self._silent[beat.rank] > 0.6 * seconds]
         also = f" (and so did {name_ranks(others)})" if others else ""
         return connection_lost(worst, f"sent no heartbeat for {seconds:.0f} s{also}")
-
-    def _hanging(self) -> Verdict | None:
-        """All ranks are alive but none makes progress. Those that wait for the hung rank got further than it did."""
-        running = self._with(Status.RUNNING)
-        if not running or min(self._still[beat.rank] for beat in running) < self._config.progress_timeout:
-            return None
-        return self._behind()
-
-    def _broken_for_no_reason(self) -> Verdict | None:
-        """A collective failed, but all ranks are alive: it timed out, or the network between two of them is cut."""
-        if self._broken < 2 * BROKEN_SILENCE_LIMIT:  # a rank that was lost would have fallen silent by now
-            return None
-        return self._behind(self._with(Status.BROKEN)[0])
 
     def _behind(self, broken: Beat | None = None) -> Verdict:
         """The verdict that names the rank furthest behind, or says that all are at the same place."""

@@ -7,8 +7,6 @@ On one machine, port and secret go from rank 0 to the others through a Unix sock
 user is at its other end, no other machine reaches it, and unlike a file it is gone when a start is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -98,9 +96,8 @@ def _ask(name: str, rank: int, timeout: float) -> str:
             if _is_own(asking) and (text := asking.makefile().read()):
                 return text
         time.sleep(0.1)
-    raise NotConnected(
-        f"rank {rank} found no rank 0 on this machine for {timeout:.0f} s", "see in its log why it did not start"
-    )
+    problem = f"rank {rank} found no rank 0 on this machine for {timeout:.0f} s"
+    raise NotConnected(problem, "see in its log why it did not start")
 
 
 def _is_own(connection: socket.socket) -> bool:

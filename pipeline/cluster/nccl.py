@@ -36,11 +36,8 @@ _SAME = {
 
 def leave_faults_to_the_heartbeat(run_folder: Path, timeout: float) -> None:
     """Set NCCL's environment of a run with several processes, where the user has not. Call before the first process group.
-
-    Args:
-        run_folder: gets the flight record of each rank.
-        timeout: seconds that a collective may wait; none of PyTorch's threads ends a process before.
-    """
+    ``run_folder``: gets the flight record of each rank. ``timeout``: seconds that a collective may wait; none of PyTorch's
+    threads ends a process before."""
     ours = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # note an error, keep the process (default 3: abort it)
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the main thread gets a CUDA error too, as an exception that it can report

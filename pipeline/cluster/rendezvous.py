@@ -1,11 +1,8 @@
 """Join the other ranks: choose this process's device, meet at a key-value store (``meeting``), and prove to be of one job.
 
 One process per GPU, or per share of the CPU cores where there is none. On one machine (MASTER_ADDR is a loopback address) nothing
-listens on the network. On several nodes the store and the connections of gloo and NCCL are reachable from the network between them:
-``docs/security.md``.
+listens on the network. On several nodes the network between them reaches the store, gloo and NCCL: ``docs/security.md``.
 """
-
-from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -22,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.cluster.environment import Place, is_loopback, read_place, slurm_granted_gpus
+from pipeline.cluster.environment import is_loopback, read_place, slurm_granted_gpus
 from pipeline.cluster.host import bind_near_gpu, choose_gloo_interface, gpu_is_usable, keep_freed_memory
 from pipeline.cluster.meeting import meet
 from pipeline.cluster.nccl import leave_faults_to_the_heartbeat
@@ -51,8 +48,13 @@ def init_world(timeout: float = DEFAULT_TIMEOUT, run_folder: Path | None = None)
     place = read_place()
     cpu_threads = place.cpu_threads
     if gpu_is_usable():
-        device = torch.device("cuda", _gpu_index(place))
-        cpu_threads = min(cpu_threads, len(bind_near_gpu(device.index, torch.cuda.device_count(), place.local_size)))
+        visible = torch.cuda.device_count()
+        bound = visible == 1 and "SLURM_STEP_ID" in os.environ  # Slurm binds a GPU to each task
+        if place.local_rank >= visible and not bound:
+            problem = f"a node must have one GPU per process, got {visible} GPUs for {place.local_size} processes"
+            raise UserError(problem, f"start {visible} processes per node")
+        device = torch.device("cuda", 0 if bound else place.local_rank)
+        cpu_threads = min(cpu_threads, len(bind_near_gpu(device.index, visible, place.local_size)))
         torch.cuda.set_device(device)
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's index
         # All batches of a run have one size: let cuDNN try its algorithms in the first step, unless that choice must not vary.
@@ -70,17 +72,6 @@ def init_world(timeout: float = DEFAULT_TIMEOUT, run_folder: Path | None = None)
     world = World(place.rank, place.size, device, cpu_threads)
     _init_libraries(world, timedelta(seconds=timeout))
     return world
-
-
-def _gpu_index(place: Place) -> int:
-    """Index of this rank's GPU among the visible ones: all of the node's, or one where Slurm binds a GPU to each task."""
-    visible = torch.cuda.device_count()
-    if visible == 1 and "SLURM_STEP_ID" in os.environ:
-        return 0
-    if place.local_rank >= visible:
-        problem = f"a node must have one GPU per process, got {visible} GPUs for {place.local_size} processes"
-        raise UserError(problem, f"start {visible} processes per node")
-    return place.local_rank
 
 
 def _init_libraries(world: World, timeout: timedelta) -> None:

@@ -3,8 +3,6 @@
 Plain data travels as JSON: unlike a pickle, a message that is received is parsed, never executed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ pervit config --recipes       the configs that --config takes by name, and their
 pervit config --config ablations/pervit_table1_e_no_cpe    a config in full, as a file, with what it is in its first lines
 """
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -37,17 +35,13 @@ def main() -> None:
     elif args.config:
         print(whole_config(args.config), end="")
     elif args.recipes:
-        print("\n".join(recipe_names()))
+        names = (name for name in shipped_names() if not name.startswith("base/"))  # which are no runs
+        print("\n".join([f"# {shipped_recipes()}", *names]))
     else:
         for beginning in args.beginnings:
             if not any(key.startswith(beginning) for key in flatten(Config())):
                 raise UserError(f"no key begins with {beginning!r}", "run the command without it to list all keys")
         print(key_list(tuple(args.beginnings) or ("",), shutil.get_terminal_size().columns))
-
-
-def recipe_names() -> list[str]:
-    """The folder of the shipped configs, then their names, without those in ``base/``, which are not runs."""
-    return [f"# {shipped_recipes()}", *(name for name in shipped_names() if not name.startswith("base/"))]
 
 
 def whole_config(name: str) -> str:
@@ -74,11 +68,7 @@ def key_list(beginnings: tuple[str, ...], width: int) -> str:
 
 
 def markdown_table(beginnings: tuple[str, ...] = ("",), root: type[Section] = Config) -> str:
-    """Markdown table of keys, defaults and meanings.
-
-    Args:
-        beginnings: prefixes; only keys that start with one of them are listed.
-    """
+    """Markdown table of keys, defaults and meanings. ``beginnings``: only keys that start with one of them."""
     rows = [f"| `{key}` | `{default}` | {meaning} |" for key, default, meaning in _described(beginnings, root)]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
 

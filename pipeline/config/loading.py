@@ -1,7 +1,5 @@
 """Load YAML files, their bases and overrides into a validated :class:`Config`."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -69,14 +67,12 @@ def load_config(path: str | Path | PaperRow, overrides: Sequence[str] = ()) -> C
 
     The value of an override is parsed as YAML, except for string keys, which take it literally, so that
     ``output_dir=runs/exp #2`` and ``data.path=123`` work unquoted. Two exceptions: a quoted value, ``'...'`` or ``"..."``, is
-    parsed as YAML, and ``null`` means null for keys that allow it, such as ``train.init_from``.
+    parsed as YAML, and ``null`` means null for keys that allow it, such as ``train.init_from``. Raises UserError: missing file,
+    invalid YAML, unknown key, wrong type or value out of range.
 
     Args:
         path: a file, the name of a shipped config, or what :func:`find_recipe` gives for it.
         overrides: later ones win.
-
-    Raises:
-        UserError: missing file, invalid YAML, unknown key, wrong type or value out of range.
     """
     return load_config_as(Config, path, overrides)
 
@@ -102,9 +98,7 @@ class Recipe:
 
 
 def load_recipe(path: str | Path) -> Recipe | None:
-    """The shipped config that a file is or begins from (``base:``); the file itself if it begins from none; None if it is
-    valid with overrides only.
-    """
+    """The shipped config that a file is or begins from (``base:``), else the file itself; None: valid with overrides only."""
     layers, folder = recipe_layers(find_recipe(path)), shipped_recipes().resolve()
     shipped = [number for number, layer in enumerate(layers, 1) if layer.file and layer.file.resolve().is_relative_to(folder)]
     layers = layers[: shipped[-1]] if shipped else layers
@@ -172,10 +166,8 @@ def _file_layer(path: Path) -> tuple[Layer, Path | PaperRow | None]:
         raise UserError(f"config file {path} is not valid YAML ({error})", "fix that line") from None
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise UserError(
-            f"config file {path} must hold a mapping of keys to values, got a {type(tree).__name__}",
-            f"see {shipped_recipes() / 'pervit_t.yaml'}",
-        )
+        problem = f"config file {path} must hold a mapping of keys to values, got a {type(tree).__name__}"
+        raise UserError(problem, f"see {shipped_recipes() / 'pervit_t.yaml'}")
     base = tree.pop("base", None)
     if base is not None and (not isinstance(base, str) or not base.isprintable()):
         raise UserError(f"config file {path}: base must be a file name, got {shown(base)}")

@@ -1,7 +1,5 @@
 """Parse command lines with overrides, ``dotted.key=value``, and answer those who write keys as options."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 
@@ -24,14 +22,12 @@ def override_parser(
 
 
 def refuse_keys_as_options(words: Sequence[str], options: Collection[str]) -> None:
-    """See that no word is a config key in the form of an option, such as ``--lr 1e-3``.
+    """See that no word is a config key in the form of an option, such as ``--lr 1e-3``. Raises UserError: one is, or looks like
+    one; it says the override.
 
     Args:
         words: of the command line.
         options: that the command has, of which argparse takes beginnings too.
-
-    Raises:
-        UserError: one is, or looks like one; it says the override.
     """
     for word, after in zip(words, [*words[1:], ""]):
         found = _OPTION.fullmatch(word)

@@ -1,7 +1,5 @@
 """Translate pydantic's validation errors into one sentence that names the key and where its value was set."""
 
-from __future__ import annotations
-
 import datetime
 import difflib
 import re

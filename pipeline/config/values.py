@@ -101,11 +101,8 @@ class Section(BaseModel):
 
 
 def parse_value(text: str) -> Any:
-    """Parse a YAML document into plain Python: dictionaries, lists, strings, numbers, booleans, dates, None.
-
-    Raises:
-        ValueError: invalid YAML; the message is one line that fits "... is not a YAML value (MESSAGE)".
-    """
+    """Parse a YAML document into plain Python: dictionaries, lists, strings, numbers, booleans, dates, None. Raises ValueError:
+    invalid YAML; the message is one line that fits "... is not a YAML value (MESSAGE)"."""
     return _parse(text, _StrictLoader)
 
 
@@ -138,9 +135,8 @@ def parse_switches(changes: Sequence[str]) -> dict[str, Any]:
                 raise ValueError("a name or the = is missing")
             switches[name] = parse_value(value)
         except ValueError as error:
-            raise UserError(
-                f"--switch {shown(change)} is not of the form name=value ({error})", "write for example mask_content_layers=10"
-            ) from None
+            problem = f"--switch {shown(change)} is not of the form name=value ({error})"
+            raise UserError(problem, "write for example mask_content_layers=10") from None
     return switches
 
 

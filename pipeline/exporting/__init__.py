@@ -13,14 +13,13 @@ lines of Python that load the export called ``name``.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import UserError, first_invalid
+from pipeline.errors import UserError, did_you_mean, first_invalid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,14 +63,9 @@ FORMATS = {form.name: form for form in _ALL}
 
 
 def find_format(name: str) -> Format:
-    """The format of that name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The format of that name. Raises UserError: there is none."""
     if name not in FORMATS:
-        close = difflib.get_close_matches(name, FORMATS, n=1)
-        remedy = f"did you mean {close[0]}?" if close else "pass one of these"
+        remedy = did_you_mean(name, FORMATS, "pass one of these")
         raise UserError(f"--format must be one of {', '.join(FORMATS)}, got {name!r}", remedy)
     return FORMATS[name]
 
@@ -95,11 +89,7 @@ class Training:
 
 
 def training_from_json(text: str, source: str) -> Training:
-    """The reverse of :meth:`Training.to_json`; fields of later versions are ignored.
-
-    Raises:
-        UserError: it is damaged; the message names ``source``.
-    """
+    """The reverse of :meth:`Training.to_json`, without fields of later versions. Raises UserError: ``source`` is damaged."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -130,19 +120,12 @@ def sample_images(image_size: int, batch: int) -> Tensor:
 
 
 def compare(subject: Subject, run: Callable[[Tensor], Tensor], precision: str, of: str) -> float:
-    """Compare scores for the batch sizes of ``BATCHES``.
+    """Compare scores for the sizes of ``BATCHES``; returns the largest difference, relative to the largest score of its batch.
 
     Args:
-        subject: the model.
         run: the export, (B, 3, S, S) float32 -> (B, classes).
-        precision: of the export, or ``timm``: its tolerance is in ``TOLERANCE``.
+        precision: of the export, or ``timm``: its tolerance is in ``TOLERANCE``, above which it is a ``UserError``.
         of: what was exported, and what ran it, for the message.
-
-    Returns:
-        The largest difference of a score, relative to the largest score of its batch.
-
-    Raises:
-        UserError: it is above the tolerance, or a score is not finite.
     """
     import torch
 
@@ -156,18 +139,14 @@ def compare(subject: Subject, run: Callable[[Tensor], Tensor], precision: str, o
             raise UserError(f"{of} must give scores of shape {tuple(expected.shape)}, got {tuple(found.shape)}", _REMEDY)
         difference = ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
         if not difference <= TOLERANCE[precision]:  # NaN too
-            raise UserError(
-                f"{of} must give the model's scores to {TOLERANCE[precision]:.0e} of the largest with {precision}, got a difference of "
-                f"{difference:.1e}: nothing was written",
-                "try --precision fp32" if precision == "fp16" else _REMEDY,
-            )
+            must = f"must give the model's scores to {TOLERANCE[precision]:.0e} of the largest with {precision}"
+            problem = f"{of} {must}, got a difference of {difference:.1e}: nothing was written"
+            raise UserError(problem, "try --precision fp32" if precision == "fp16" else _REMEDY)
         worst = max(worst, difference)
     return worst
 
 
 def checked(difference: float, precision: str, by: str) -> str:
     """A line for the card."""
-    return (
-        f"scores of batches of {' and '.join(map(str, BATCHES))} differ from the model's by at most {difference:.1e} of the largest "
-        f"score in {by} (allowed: {TOLERANCE[precision]:.0e})"
-    )
+    sizes, most = " and ".join(map(str, BATCHES)), f"at most {difference:.1e} of the largest score in {by}"
+    return f"scores of batches of {sizes} differ from the model's by {most} (allowed: {TOLERANCE[precision]:.0e})"

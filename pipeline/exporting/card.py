@@ -1,7 +1,5 @@
 """Write the model card beside an export: what the model is, how good it is, how it was trained, how to load it."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import PurePath
@@ -118,13 +116,10 @@ def _recipe(known: Training) -> str:
         return ""
     import yaml
 
-    kept = {
-        section: {key: value for key, value in known.config[section].items() if key not in _MACHINE.get(section, ())}
-        if isinstance(known.config[section], dict)
-        else known.config[section]
-        for section in _RECIPE
-        if section in known.config
-    }
+    kept = {section: known.config[section] for section in _RECIPE if section in known.config}
+    for section, left_out in _MACHINE.items():
+        if isinstance(kept.get(section), dict):
+            kept[section] = {key: value for key, value in kept[section].items() if key not in left_out}
     text = yaml.safe_dump(kept, sort_keys=False, default_flow_style=None, width=110).rstrip()
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))  # no value ends it
     return f"<details><summary>Recipe</summary>\n\n{fence}yaml\n{text}\n{fence}\n\n</details>"

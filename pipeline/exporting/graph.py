@@ -4,8 +4,6 @@
 The batch size is free, and what depends on weights alone is a constant.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import operator
@@ -25,7 +23,7 @@ from torch.fx import GraphModule, Node
 
 from pipeline.errors import UserError, first_line, install_extra
 from pipeline.exporting import Facts, Subject, checked, compare, sample_images
-from pipeline.inference.onnx_file import INPUT, OUTPUT, OnnxModel
+from pipeline.inference.trained import INPUT, OUTPUT, OnnxModel
 
 DESCRIPTION = "description.json"  # file in the archive of an ExportedProgram
 OPSET = 18  # ONNX 1.13 of 2022: read by every runtime of the last years; 23 has an operator for attention, which few have
@@ -38,15 +36,15 @@ _TRACED_BATCH = 2  # 1 would become a constant
 def trace(subject: Subject) -> ExportedProgram:
     """The model's forward pass: (B, 3, S, S) float32 named ``images`` -> (B, classes), for any B of at least 1.
 
-    PerViT's Φp, ConViT's and PosMLP's maps and the like are computed once, here, and stored as constants.
-
-    Raises:
-        UserError: torch.export cannot trace the model.
+    PerViT's Φp, ConViT's and PosMLP's maps and the like are computed once, here, and stored as constants. Raises UserError:
+    torch.export cannot trace the model.
     """
     images = sample_images(subject.description.image_size, _TRACED_BATCH)
     with refusals_explained(subject, "torch.export"), torch.no_grad():
         program = _export(_Scores(subject.model), images)
-        if any(_writes(node) or _nests(node) for node in program.graph.nodes):
+        # A node that runs a graph of its own, as a region without autocast does, would hide what is constant in there.
+        nests = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in program.graph.nodes)
+        if nests or any(map(_writes, program.graph.nodes)):
             program = program.run_decompositions({})  # not always: it also takes fused attention apart
         return _export(fold_constants(program.module(check_guards=False)), images)
 
@@ -64,10 +62,8 @@ def refusals_explained(subject: Subject, by: str) -> Iterator[None]:
         while isinstance(root.__cause__, Exception):  # torch.onnx wraps the reason in advice
             root = root.__cause__
         reason = re.sub(r"\x1b\[\d*m", "", first_line(root))
-        raise UserError(
-            f"{subject.description.model} cannot be exported by {by} ({reason[:300]})",
-            "export its weights with --format safetensors",
-        ) from None
+        problem = f"{subject.description.model} cannot be exported by {by} ({reason[:300]})"
+        raise UserError(problem, "export its weights with --format safetensors") from None
 
 
 @contextmanager
@@ -135,7 +131,11 @@ def fold_constants(module: nn.Module) -> nn.Module:
             if each.op != "get_attr" and list(each.users)[-1] is node:
                 del values[each]
     graph.eliminate_dead_code()
-    _remove_unused(module)
+    used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]:
+        if name not in used:
+            owner, _, own = name.rpartition(".")
+            delattr(module.get_submodule(owner), own)
     module.recompile()
     return module
 
@@ -143,11 +143,6 @@ def fold_constants(module: nn.Module) -> nn.Module:
 def _writes(node: Node) -> bool:
     """Whether a node changes one of its inputs, as ReLU(inplace=True) does, which torch.onnx refuses here."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _nests(node: Node) -> bool:
-    """Whether a node runs a graph of its own, as a region without autocast does: what is constant in there would not be found."""
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _is_pure(node: Node) -> bool:
@@ -159,14 +154,6 @@ def _is_pure(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or _writes(node):
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not node.is_impure()
-
-
-def _remove_unused(module: GraphModule) -> None:
-    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]:
-        if name not in used:
-            owner, _, own = name.rpartition(".")
-            delattr(module.get_submodule(owner), own)
 
 
 def loading_lines(subject: Subject, runtime: str, run: str) -> list[str]:
@@ -217,13 +204,15 @@ def export_onnx(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
         OSError: the file cannot be written.
     """
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise UserError(
-            f"--format onnx requires {', '.join(_NEEDED)}, but {' and '.join(missing)} cannot be imported",
-            install_extra("onnx"),
-        )
+        problem = f"--format onnx requires {', '.join(_NEEDED)}, but {' and '.join(missing)} cannot be imported"
+        raise UserError(problem, install_extra("onnx"))
     import onnxruntime
 
-    model = _converted(subject)
+    program, options = trace(subject), {"opset_version": OPSET, "verbose": False, "external_data": False}
+    with refusals_explained(subject, f"torch.onnx with opset {OPSET}"):
+        made = torch.onnx.export(program, input_names=[INPUT], output_names=[OUTPUT], **options)  # type: ignore[arg-type]
+        assert made is not None
+        model: Any = made.model_proto
     if precision == "fp16":
         model = _in_half(model)
     description = {"description": json.dumps(asdict(subject.description)), "opset": str(OPSET), "precision": precision}
@@ -232,10 +221,8 @@ def export_onnx(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
         entry.key, entry.value = key, value
     size = model.ByteSize()
     if size > LARGEST:
-        raise UserError(
-            f"an ONNX file must have at most {LARGEST / 1e9:.1f} GB, got {size / 1e9:.1f} for {subject.description.model}",
-            "try --precision fp16, or --format torch-export",
-        )
+        problem = f"an ONNX file must have at most {LARGEST / 1e9:.1f} GB, got {size / 1e9:.1f} for {subject.description.model}"
+        raise UserError(problem, "try --precision fp16, or --format torch-export")
     path.write_bytes(model.SerializeToString())
     difference = compare(subject, OnnxModel(path, ("CPUExecutionProvider",)), precision, f"ONNX Runtime with {path.name}")
     tensors = "float16, but for norms, softmax, input and output" if precision == "fp16" else "float32"
@@ -250,17 +237,6 @@ def export_onnx(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
 def loading_onnx(subject: Subject, name: str) -> list[str]:
     run = f'onnxruntime.InferenceSession("{name}").run(None, {{"{INPUT}": pixels}})[0][0]'
     return loading_lines(subject, "onnxruntime", run)
-
-
-def _converted(subject: Subject) -> Any:
-    """An ``onnx.ModelProto``."""
-    program = trace(subject)
-    with refusals_explained(subject, f"torch.onnx with opset {OPSET}"):
-        made = torch.onnx.export(
-            program, opset_version=OPSET, input_names=[INPUT], output_names=[OUTPUT], verbose=False, external_data=False
-        )
-        assert made is not None
-        return made.model_proto
 
 
 def _in_half(model: Any) -> Any:

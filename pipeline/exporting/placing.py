@@ -6,8 +6,6 @@ An output that ends with the format's ending is a file, ``NAME``, and beside it 
 reads them; they leave out the card, which its owner completes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -66,11 +64,8 @@ class Place:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def publish(self, hidden: Path, card: str) -> None:
-        """Add card and checksums to what is in ``hidden``, sync all of it and rename it. An existing export is replaced.
-
-        Raises:
-            OSError: from the system; an existing export is then as it was, or has no checksum.
-        """
+        """Add card and checksums to what is in ``hidden``, sync all of it and rename it. An existing export is replaced. Raises
+        OSError: from the system; an existing export is then as it was, or has no checksum."""
         names = sorted(path.relative_to(hidden).as_posix() for path in hidden.rglob("*") if path.is_file())
         sums = "".join(f"{file_sha256(hidden / name)}  {name}\n" for name in names)
         (hidden / self.card.name).write_text(card, encoding="utf-8")
@@ -94,23 +89,17 @@ class Place:
 
 
 def find_place(output: Path, form: Format, force: bool) -> Place:
-    """Where an export goes, checked before the work begins.
-
-    Raises:
-        UserError: something is there already, or nothing can be written there.
-    """
+    """Where an export goes, checked before the work. Raises UserError: it is taken already, or cannot be written."""
     if form.ending and output.suffix == form.ending:
         place = Place(output, output.name, folder=False)
         check_writable(output)
         taken = output.exists()
     else:
-        others = {each.ending: each.name for each in FORMATS.values() if each.ending}
-        if output.suffix in others:
+        formats = {each.ending: each.name for each in FORMATS.values() if each.ending}
+        if output.suffix in formats:
             needed = f"a {form.ending} file or a folder" if form.ending else "a folder"
-            raise UserError(
-                f"--output must be {needed} for --format {form.name}, got {output}",
-                f"change it, or pass --format {others[output.suffix]}",
-            )
+            problem = f"--output must be {needed} for --format {form.name}, got {output}"
+            raise UserError(problem, f"change it, or pass --format {formats[output.suffix]}")
         place = Place(output, f"model{form.ending}" if form.ending else None, folder=True)
         if output.exists() and not output.is_dir():
             raise UserError(f"--output must be a folder, got the file {output}", "choose another")
@@ -118,39 +107,23 @@ def find_place(output: Path, form: Format, force: bool) -> Place:
         taken = output.is_dir() and any(output.iterdir())
     if taken and not force:
         raise UserError(f"{output} exists", "choose another --output, or add --force to replace it")
-    if taken and place.folder:
-        _check_is_export(place)
+    if taken and place.folder:  # never remove what is no export
+        known = {CARD, SUMS, *(name for _, name in _entries(place.sums))} if place.sums.is_file() else set()
+        if others := place.files().keys() - known:
+            problem = f"--force must find an export alone in {output}, got {min(others)} beside it"
+            raise UserError(problem, "choose another --output, or move the file")
     return place
 
 
-def _check_is_export(place: Place) -> None:
-    """Refuse to remove a folder that holds anything but an export."""
-    known = {CARD, SUMS, *(name for _, name in _entries(place.sums))} if place.sums.is_file() else set()
-    for path in sorted(place.output.rglob("*")):
-        name = path.relative_to(place.output).as_posix()
-        if not path.is_dir() and name not in known:
-            raise UserError(
-                f"--force must find an export alone in {place.output}, got {name} beside it",
-                "choose another --output, or move the file",
-            )
-
-
 def verify(path: Path) -> list[str]:
-    """Compare an export, its file or folder or the file with the checksums, with these; print each file that is whole.
-
-    Returns:
-        A sentence for each file that is missing or differs.
-
-    Raises:
-        UserError: there is no export, or it has no checksums.
-    """
+    """Compare an export, its file or folder or the file with the checksums, with these; print each file that is whole. Returns
+    a sentence for each file that is missing or differs. Raises UserError: there is no export, or it has no checksums."""
     sums = path if path.name == SUMS or path.suffix == _SUM else Place(path, None, path.is_dir()).sums
     if not path.exists():
         raise UserError(f"{path} does not exist", "pass the --output of an export")
     if not sums.is_file():
-        raise UserError(
-            f"{path} has no checksum: {sums} does not exist", "export it again, or fetch the file from where you got it"
-        )
+        problem = f"{path} has no checksum: {sums} does not exist"
+        raise UserError(problem, "export it again, or fetch the file from where you got it")
     problems = []
     for expected, name in _entries(sums):
         file = sums.parent / name
@@ -164,11 +137,7 @@ def verify(path: Path) -> list[str]:
 
 
 def _entries(sums: Path) -> list[tuple[str, str]]:
-    """(checksum, name) of each line.
-
-    Raises:
-        UserError: a line is not such a pair, or its name leads out of the folder.
-    """
+    """(checksum, name) of each line. Raises UserError: a line is not such a pair, or its name leads out of the folder."""
     found = []
     for number, line in enumerate(sums.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         checksum, _, name = line.partition("  ")
@@ -185,11 +154,8 @@ _ENDPOINT = "HF_ENDPOINT"  # of another hub; huggingface_hub reads it when it is
 
 
 def check_hub(repo: str) -> None:
-    """See, before anything is exported, that a push to ``repo``, ``NAME`` or ``OWNER/NAME``, can begin.
-
-    Raises:
-        UserError: ``huggingface_hub`` is not installed, there is no token, or ``repo`` is not a repository's name.
-    """
+    """See, before anything is exported, that a push to ``repo``, ``NAME`` or ``OWNER/NAME``, can begin. Raises UserError:
+    ``huggingface_hub`` is not installed, there is no token, or ``repo`` is not a repository's name."""
     hub = _imported()
     try:
         hub.utils.validate_repo_id(repo)
@@ -205,11 +171,8 @@ def check_hub(repo: str) -> None:
 
 def push(files: Mapping[str, Path], repo: str, message: str, private: bool = False) -> str:
     """Upload files, by their path in the repository, as one commit, so that it never has weights without their card; a ``repo`` that does not
-    exist is created. Returns the commit's address.
-
-    Raises:
-        UserError: as :func:`check_hub`; or the hub refuses, or is not reached. The files here stay as they are.
-    """
+    exist is created. Returns the commit's address. Raises UserError: as :func:`check_hub`; or the hub refuses, or is not
+    reached. The files here stay as they are."""
     check_hub(repo)
     hub = _imported()
     api = hub.HfApi(endpoint=os.environ.get(_ENDPOINT) or None, library_name="pervit-pipeline")

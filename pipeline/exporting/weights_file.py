@@ -1,11 +1,5 @@
 """Write the formats of weights: ``safetensors``, a file that this project reads, and ``timm``, a folder that
-``timm.create_model("local-dir:PATH", pretrained=True)`` and ``hf-hub:REPO`` load.
-
-The folder's ``config.json`` names timm's architecture, its arguments, the preprocessing and the classes; ``model.safetensors`` has
-timm's names. What timm does not have keeps this project's name, which one import registers (:mod:`pipeline.models.timm.for_timm`).
-"""
-
-from __future__ import annotations
+``timm.create_model("local-dir:PATH", pretrained=True)`` and ``hf-hub:REPO`` load."""
 
 import json
 from collections.abc import Callable
@@ -68,10 +62,8 @@ def export_timm(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
     reader, run = _reader(path)
     difference = compare(subject, run, "timm", f"the folder, read by {reader},")
     where = "this project's, after `import pipeline.models.timm.for_timm`" if form.registered else "timm's own"
-    return {
-        "Format": f"a folder for timm, architecture `{form.architecture}`, {where}",
-        "Checked": checked(difference, "timm", reader),
-    }
+    what = f"a folder for timm, architecture `{form.architecture}`, {where}"
+    return {"Format": what, "Checked": checked(difference, "timm", reader)}
 
 
 def loading_timm(subject: Subject, name: str) -> list[str]:

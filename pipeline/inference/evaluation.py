@@ -1,9 +1,4 @@
-"""Evaluate exactly: every image counts once, for any world size and batch size.
-
-Used by the command ``pipeline.evaluate`` and during training.
-"""
-
-from __future__ import annotations
+"""Evaluate exactly: every image counts once, for any world size and batch size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +51,6 @@ def evaluate(
 
     Args:
         forward: images (B, 3, H, W) -> logits (B, classes).
-        loader: from :func:`evaluation_loader`.
         stop: called before every batch; returns True, on all ranks alike, to abandon the pass.
         consumer: gets each batch of this rank with its logits (B, classes) float32, the best classes (B, 5), and its losses (B,)
             float64. Padding and images that cannot be used are among them: ``batch.valid`` is False.
@@ -106,10 +100,8 @@ def evaluate(
 def check_classes(config: Config, shards: ShardSet | MixedSet) -> None:
     """Check that the model has as many outputs as the shards have classes."""
     if config.model.num_classes != len(shards.classes):
-        raise UserError(
-            f"model.num_classes is {config.model.num_classes}, but {shards.folder} has {len(shards.classes)} classes",
-            f"set model.num_classes={len(shards.classes)} or data.path to another shard set",
-        )
+        problem = f"model.num_classes is {config.model.num_classes}, but {shards.folder} has {len(shards.classes)} classes"
+        raise UserError(problem, f"set model.num_classes={len(shards.classes)} or data.path to another shard set")
 
 
 def check_same_classes(shards: ShardSet | ImageFolder, classes: list[str], of: str) -> None:

@@ -1,7 +1,5 @@
 """Find the images that a user names, in files, folders, patterns, tars, zips, shard sets or a list, as samples for ``pipeline.predict``."""
 
-from __future__ import annotations
-
 import glob
 import io
 import os
@@ -52,34 +50,26 @@ class PackedNames(Sequence[str]):
 
 
 def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> Iterator[Found]:
-    """All images that the arguments name, in their order; those of a folder sorted by path.
+    """All images that the arguments name, in their order; those of a folder sorted by path. Raises UserError: a folder, archive
+    or list without an image, a pattern without a match, or a damaged archive.
 
     Args:
         arguments: files, folders (searched at any depth; a shard set's tars are read in place), patterns with ``*``, ``?`` or ``[``,
             ``.tar`` and ``.zip`` files; ``-`` takes the names from ``lines``, ``@FILE`` from a file with a name a line. A file may
             have any ending, and need not exist: it becomes an error of its own row.
-
-    Raises:
-        UserError: a folder, archive or list without an image, a pattern without a match, or a damaged archive.
     """
     for argument in arguments:
         if is_remote(argument):
-            raise UserError(
-                f"images must be on this machine, got the URL {parse_place(argument)}",
-                "copy them here; `pervit evaluate --data URL --predictions FILE` reads a shard set in a store",
-            )
+            remedy = "copy them here; `pervit evaluate --data URL --predictions FILE` reads a shard set in a store"
+            raise UserError(f"images must be on this machine, got the URL {parse_place(argument)}", remedy)
         images = iter(_files(lines) if argument == STDIN else _images_of(Path(argument), argument))
         first = next(images, None)
         if first is None and argument == STDIN:
-            raise UserError(
-                "standard input must name at least one image, got none",
-                "pass a name a line; several processes have no input: pass them @FILE, or the images themselves",
-            )
+            remedy = "pass a name a line; several processes have no input: pass them @FILE, or the images themselves"
+            raise UserError("standard input must name at least one image, got none", remedy)
         if first is None:
-            raise UserError(
-                f"{argument} must hold at least one image, got none",
-                f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them",
-            )
+            problem = f"{argument} must hold at least one image, got none"
+            raise UserError(problem, f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them")
         yield first
         yield from images
 
@@ -90,10 +80,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
     named = (name for name in arguments if name != STDIN and not name.startswith(LIST) and not glob.has_magic(name))
     missing = [name for name in named if not is_remote(name) and not os.path.lexists(name)]
     if len(missing) == len(arguments):
-        raise UserError(
-            f"no image is there: {first_few(missing)} {'does' if len(missing) == 1 else 'do'} not exist",
-            f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them",
-        )
+        problem = f"no image is there: {first_few(missing)} {'does' if len(missing) == 1 else 'do'} not exist"
+        raise UserError(problem, f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them")
 
 
 def read_list(stream: BinaryIO) -> Iterator[str]:
@@ -144,9 +132,8 @@ def _members_of_tar(path: Path) -> Iterator[Found]:
                 if member.isfile() and _is_image(member.name):
                     yield f"{path}/{member.name}", str(path), member.offset_data, member.size
     except tarfile.TarError as error:
-        raise UserError(
-            f"{path} is not a complete tar ({error})", "a compressed one must be unpacked first; else copy it again"
-        ) from None
+        problem = f"{path} is not a complete tar ({error})"
+        raise UserError(problem, "a compressed one must be unpacked first; else copy it again") from None
 
 
 def _is_image(name: str) -> bool:
@@ -169,13 +156,8 @@ def _opened_zip(path: str) -> zipfile.ZipFile:
 
 class ImageList(CheckedImages):
     """:class:`~pipeline.stream.samples.Samples` of images that a user names. What cannot be used does not end the pass: a grey image takes
-    its place, and :attr:`errors` has the reason by its number.
-
-    Args:
-        found: from :func:`find_images`.
-        classes: the model's, in index order.
-        by_folder: an image's label is the class that its folder is named after; an image in another folder is an error.
-    """
+    its place, and :attr:`errors` has the reason by its number. ``classes``: the model's, in index order. ``by_folder``: an
+    image's label is the class that its folder is named after; an image in another folder is an error."""
 
     def __init__(self, found: Iterable[Found], classes: Sequence[str], by_folder: bool = False) -> None:
         super().__init__()
@@ -244,10 +226,6 @@ class ImageList(CheckedImages):
         return _GREY
 
 
-def _grey() -> StoredImage:
-    file = io.BytesIO()
-    Image.new("RGB", (16, 16), (128, 128, 128)).save(file, "JPEG")
-    return StoredImage(file.getvalue(), 16, 16)
-
-
-_GREY = _grey()
+_encoded = io.BytesIO()
+Image.new("RGB", (16, 16), (128, 128, 128)).save(_encoded, "JPEG")
+_GREY = StoredImage(_encoded.getvalue(), 16, 16)

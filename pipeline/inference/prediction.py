@@ -1,7 +1,6 @@
 """Predict the classes of images, compute their features, or collect what an evaluation says of each, as rows that rank 0 merges.
 
-Each rank collects its rows in hidden files; rank 0 puts them together in the order of the batches. Memory does not grow with the
-number of rows.
+Each rank collects its rows in hidden files, and rank 0 puts them together in the order of the batches: memory does not grow.
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ _ROWS_AT_ONCE = 16384  # in memory
 
 
 class RankRows:
-    """Rows of one pass. A context manager, which removes this rank's hidden files. Construction is collective.
+    """Rows of one pass. A context manager, which removes this rank's hidden files. Construction is collective. Raises
+    UserError: on every rank: the hidden files cannot be created.
 
     Args:
         path: of the result: the hidden files are beside it, in a folder that all ranks see.
         dtype: of a row; the field ``valid`` marks those that count.
-
-    Raises:
-        UserError: on every rank: the hidden files cannot be created.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, batches: EvalBatches, world: World) -> None:
@@ -70,11 +67,7 @@ class RankRows:
 
     def publish(self, write: Callable[[Merged], object]) -> None:
         """End the pass, and let rank 0 ``write`` the valid rows of all ranks in their order: it gets some at a time, at least once, with no
-        row perhaps. Collective.
-
-        Raises:
-            UserError: on every rank: some rank could not write.
-        """
+        row perhaps. Collective. Raises UserError: on every rank: some rank could not write."""
         try:
             for file in self._files:
                 file.close()
@@ -127,10 +120,8 @@ class RankRows:
         return self._path.with_name(f".{self._path.name}.{self._token}-{kind}-{rank:05d}.tmp")
 
     def _refusal(self, error: OSError) -> UserError:
-        return UserError(
-            f"{error.filename or self._path} cannot be written or read ({disk_reason(self._path, error)})",
-            "pass a file in a folder that all processes share and can write, with enough space",
-        )
+        problem = f"{error.filename or self._path} cannot be written or read ({disk_reason(self._path, error)})"
+        return UserError(problem, "pass a file in a folder that all processes share and can write, with enough space")
 
 
 def _next_error(file: BinaryIO) -> tuple[int, str]:

@@ -22,8 +22,6 @@ The metadata of a parquet file has the classes as JSON: ``classes``, and ``class
 order of the images, for any world size and batch size.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -39,7 +37,7 @@ from pipeline.errors import UserError, missing_extra
 from pipeline.files import check_writable, replace_file
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 COLUMNS = ("file", "top1", "top1_name", "probability", "top5", "error")
 LABEL_COLUMNS = ("label", "probabilities", "label_probability", "loss")
@@ -53,11 +51,8 @@ Merged = Iterator[tuple[np.ndarray, list[str]]]
 
 
 def check_file(option: str, path: Path, endings: Sequence[str] = ENDINGS) -> None:
-    """Check, before the pass, that the table that ``option`` names can be written.
-
-    Raises:
-        UserError: it has another ending than ``endings``, cannot be written, or PyArrow is missing.
-    """
+    """Check, before the pass, that the table that ``option`` names can be written. Raises UserError: it has another ending than
+    ``endings``, cannot be written, or PyArrow is missing."""
     if path.suffix not in endings:
         raise UserError(f"{option} must end with {', '.join(endings[:-1])} or {endings[-1]}, got {path}", "rename the file")
     check_writable(path)
@@ -92,26 +87,26 @@ class Names:
 def write_rows(path: Path, merged: Merged, names: Names, labelled: bool = False) -> None:
     """Write predictions, with ``labelled`` those of an evaluation, as CSV, JSON lines or parquet, by the ending."""
     columns = (*COLUMNS, *LABEL_COLUMNS) if labelled else COLUMNS
-    replace_file(path, lambda file: _write_rows(path.suffix, file, merged, names, columns))
 
+    def write(file: BinaryIO) -> None:
+        if path.suffix == ".parquet":
+            called = {} if names.shown == names.classes else {"class_names": json.dumps(names.shown)}
+            with _parquet_writer(file, columns, {"classes": json.dumps(names.classes), **called}) as write_table:
+                for part in merged:
+                    rows = [{**row, "file": _printable(row["file"])} for row in _rows(iter([part]), columns, names)]
+                    write_table({column: [row[column] for row in rows] for column in columns})
+        elif path.suffix == ".jsonl":
+            for row in _rows(merged, columns, names):
+                file.write(json.dumps(row, ensure_ascii=True).encode() + b"\n")
+        else:
+            text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="", write_through=True)
+            writer = csv.DictWriter(text, columns, lineterminator="\n")
+            writer.writeheader()
+            for row in _rows(merged, columns, names):
+                writer.writerow({**row, **{name: " ".join(map(str, row[name] or ())) for name in _LISTS if name in row}})
+            text.detach()  # the caller closes the file
 
-def _write_rows(ending: str, file: BinaryIO, merged: Merged, names: Names, columns: Sequence[str]) -> None:
-    if ending == ".parquet":
-        called = {} if names.shown == names.classes else {"class_names": json.dumps(names.shown)}
-        with _parquet_writer(file, columns, {"classes": json.dumps(names.classes), **called}) as write:
-            for part in merged:
-                rows = [{**row, "file": _printable(row["file"])} for row in _rows(iter([part]), columns, names)]
-                write({column: [row[column] for row in rows] for column in columns})
-    elif ending == ".jsonl":
-        for row in _rows(merged, columns, names):
-            file.write(json.dumps(row, ensure_ascii=True).encode() + b"\n")
-    else:
-        text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="", write_through=True)
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        for row in _rows(merged, columns, names):
-            writer.writerow({**row, **{name: " ".join(map(str, row[name] or ())) for name in _LISTS if name in row}})
-        text.detach()  # the caller closes the file
+    replace_file(path, write)
 
 
 def _rows(merged: Merged, columns: Sequence[str], names: Names) -> Iterator[dict[str, Any]]:

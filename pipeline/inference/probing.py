@@ -53,12 +53,9 @@ class Labelled:
 def collect_features(
     forward: Callable[[Tensor], Tensor], width: int, images: Samples, config: Config, world: World, beside: Path
 ) -> Labelled | None:
-    """The features of all images that can be used, in their order, prepared as in an evaluation; None but on rank 0. Collective.
-
-    Args:
-        forward: images (B, 3, H, W) -> features (B, width).
-        beside: a path in a folder that all ranks see, which keeps hidden files meanwhile.
-    """
+    """The features of all images that can be used, in their order, prepared as in an evaluation; None but on rank 0.
+    Collective. ``forward``: images (B, 3, H, W) -> features (B, width); ``beside``: a path in a folder that all ranks see,
+    which keeps hidden files meanwhile."""
     loader = evaluation_loader(images, config, world)
     merged: list[np.ndarray] = []
     with RankRows(beside, features_dtype(width), loader.batches, world) as rows:
@@ -87,11 +84,8 @@ def neighbours_vote(train: Labelled, features: Tensor, classes: int) -> Tensor:
 
 
 def fit_logistic(train: Labelled, classes: int, c: float, begin: Tensor | None = None) -> Tensor:
-    """Multinomial logistic regression with an L2 penalty, as scikit-learn's ``LogisticRegression(C=c)``, by L-BFGS.
-
-    Returns:
-        (D + 1, classes): the weights, and in the last row, which has no penalty, the biases. ``begin`` are those to start from.
-    """
+    """Multinomial logistic regression with an L2 penalty, as scikit-learn's ``LogisticRegression(C=c)``, by L-BFGS. Returns
+    (D + 1, classes): the weights, and in the last row, which has no penalty, the biases. ``begin`` are those to start from."""
     x, count, rows = F.pad(train.features, (0, 1), value=1.0), len(train), max(1, _PRODUCTS // classes)  # x: (n, D + 1)
     weights = (x.new_zeros(x.shape[1], classes) if begin is None else begin.clone()).requires_grad_()
     stop: dict[str, Any] = {"max_iter": 1000, "tolerance_grad": 1e-7, "tolerance_change": 1e-14}

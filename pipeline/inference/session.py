@@ -35,10 +35,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def read_asked(args: argparse.Namespace) -> tuple[Trained, Config]:
     """The trained model that ``args.checkpoint`` and the options name, and its config with their batch size and decoding.
-
-    Raises:
-        UserError: there is no such model.
-    """
+    Raises UserError: there is no such model."""
     from pipeline.config import config_from_dict
     from pipeline.inference.trained import read_trained
     from pipeline.logs import console
@@ -82,7 +79,7 @@ class Session:
 def open_session(model: nn.Module, trained_in: str, args: argparse.Namespace) -> Session:
     """Join the other ranks and move the model, ``trained_in`` a precision, to this one's device. Collective."""
     from pipeline.cluster.rendezvous import init_world
-    from pipeline.inference.onnx_file import OnnxModel
+    from pipeline.inference.trained import OnnxModel
     from pipeline.loader.loader import decoding_device
     from pipeline.step.precision import Precision, choose_evaluation_precision
 

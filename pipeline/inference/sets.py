@@ -4,8 +4,6 @@
 synsets (Recht et al., 2019); ``a``, ``r``: 200 classes, of whose scores the best counts (Hendrycks et al., 2021); ``sketch``: drawings.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -93,17 +91,13 @@ def parse_sets(given: Sequence[str]) -> dict[str, Place]:
 
 
 def read_classes(asked: str, classes: Sequence[str], shown: Sequence[str]) -> np.ndarray:
-    """The outputs (K,) of the classes that ``--classes`` names, by identifier or name: a file with one a line, or with commas between.
-
-    Raises:
-        UserError: the model has no such class.
-    """
+    """The outputs (K,) of the classes that ``--classes`` names, by identifier or name: a file with one a line, or with commas
+    between. Raises UserError: the model has no such class."""
     names = Path(asked).read_text().splitlines() if Path(asked).is_file() else asked.split(",")
     number = {name: output for known in (shown, classes) for output, name in enumerate(known)}
     if unknown := [name for name in names if name.strip() not in number]:
-        raise UserError(
-            f"--classes must be classes of the model ({first_few(classes)}), got {first_few(unknown)}", "correct them"
-        )
+        problem = f"--classes must be classes of the model ({first_few(classes)}), got {first_few(unknown)}"
+        raise UserError(problem, "correct them")
     return np.array([number[name.strip()] for name in names])
 
 
@@ -111,13 +105,8 @@ def open_set(
     name: str, place: Place, split: str, classes: list[str], val: ShardSet | ImageFolder | None, kept: np.ndarray | None
 ) -> EvalSet:
     """Open one of ``SETS``, or, for "", ``val``, whose images are ReaL's too, for a model with these classes, by output.
-
-    Args:
-        kept: (K,) outputs, the only ones that count: images of other classes are left out. None: all.
-
-    Raises:
-        UserError: it cannot be read, or is not that set, or the model's classes are not ImageNet's.
-    """
+    ``kept``: (K,) outputs, the only ones that count: images of other classes are left out. None: all. Raises UserError: it
+    cannot be read, or is not that set, or the model's classes are not ImageNet's."""
     title, count = SETS.get(name, (str(place), len(classes)))
     order = sorted(range(len(classes)), key=classes.__getitem__)  # what ReaL and V2 number
     if name in (REAL, V2) and len(classes) != count:
@@ -129,10 +118,9 @@ def open_set(
         raise UserError(problem, "pass all class folders, or shards of them, and name some classes with --classes")
     number = {str(key): output for key, output in (enumerate(order) if name == V2 else zip(classes, range(len(classes))))}
     if unknown := [key for key in images.classes if key not in number]:
-        raise UserError(
-            f"the classes of {images.folder} must be the model's ({first_few(list(number))}), got {len(unknown)} others ({first_few(unknown)})",
-            f"name the folders as {name} is published, and evaluate a model that was trained on folders named by synsets",
-        )
+        got = f"got {len(unknown)} others ({first_few(unknown)})"
+        remedy = f"name the folders as {name} is published, and evaluate a model that was trained on folders named by synsets"
+        raise UserError(f"the classes of {images.folder} must be the model's ({first_few(list(number))}), {got}", remedy)
     if name == "" and kept is None:
         return EvalSet(title, images, np.arange(len(classes)))
     outputs = np.array([number[key] for key in images.classes])  # of each class of the set
@@ -157,9 +145,8 @@ def _real_labels(file: Path, images: ShardSet | ImageFolder, order: Sequence[int
     found = [_NUMBER.search(name) for name in images.source_names(range(len(images)))]
     if None in found:
         problem = f"real needs the published names, ILSVRC2012_val_00000001 and so on, which {found.count(None)} images of {images.folder} lack"
-        raise UserError(
-            f"{problem} (first {images.key(found.index(None))})", "pass the validation set with these names, or shards of it"
-        )
+        remedy = "pass the validation set with these names, or shards of it"
+        raise UserError(f"{problem} (first {images.key(found.index(None))})", remedy)
     import torch
 
     truth = torch.zeros(len(images), len(order), dtype=torch.bool)

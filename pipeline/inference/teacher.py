@@ -1,13 +1,9 @@
 """Load the teacher of hard distillation: another run's model, or a network of torchvision or timm with a local weight file.
 
 ConViT's teacher, a RegNetY-16GF (Table 4), is ``torchvision:regnet_y_16gf``, or ``timm:regnety_160.deit_in1k`` with the file that
-DeiT's authors published (``train.teacher_weights``). Nothing is downloaded. The libraries are imported where they are used: nothing
-else needs them.
+DeiT's authors published (``train.teacher_weights``). Nothing is downloaded. The libraries are imported where they are used.
 """
 
-from __future__ import annotations
-
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.config import Config, TrainConfig
-from pipeline.errors import UserError, first_line
+from pipeline.errors import UserError, did_you_mean, first_line
 from pipeline.inference.trained import read_trained
 from pipeline.models.timm.network import import_library, tagged_network
 from pipeline.models.weights.reference_names import load_fitting
@@ -29,18 +25,10 @@ TORCHVISION_MEAN, TORCHVISION_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def load_teacher(config: Config, device: torch.device, classes: list[str] | None = None) -> Callable[[Tensor], Tensor]:
-    """Load ``train.teacher``: another trained model, as :func:`~pipeline.inference.trained.read_trained` finds it, or a library's network.
-
-    Args:
-        config: of the student.
-        classes: the student's class names, in order; None: not compared. Libraries do not name theirs.
-
-    Returns:
-        images (B, 3, H, W) -> logits (B, classes), without gradients.
-
-    Raises:
-        UserError: there is no such model, or it has other classes or another image size.
-    """
+    """Load ``train.teacher``: another trained model, as :func:`~pipeline.inference.trained.read_trained` finds it, or a
+    library's network. Returns images (B, 3, H, W) -> logits (B, classes), without gradients. Raises UserError: there is no such
+    model, or it has other classes or another image size. ``classes``: the student's class names, in order; None: not compared.
+    Libraries do not name theirs."""
     teacher = load_library_teacher(config) if config.train.teacher_weights else _model_of_run(config, classes)
     teacher.to(device).requires_grad_(False)
 
@@ -61,10 +49,8 @@ def _model_of_run(config: Config, classes: list[str] | None) -> nn.Module:
         if found != needed:
             raise UserError(f"train.teacher {source} must have model.{key} {needed}, got {found}", "choose another teacher")
     if classes and trained.named and (others := first_difference(trained.classes, classes)):
-        raise UserError(
-            f"train.teacher {source} must have the data set's classes, got {others}",
-            "choose a teacher that was trained on the same classes",
-        )
+        problem = f"train.teacher {source} must have the data set's classes, got {others}"
+        raise UserError(problem, "choose a teacher that was trained on the same classes")
     return trained.build_model()
 
 
@@ -101,21 +87,16 @@ class LibraryTeacher(nn.Module):
 
 
 def load_library_teacher(config: Config) -> LibraryTeacher:
-    """The network that ``train.teacher`` names, with the weights of ``train.teacher_weights``, in eval mode on the CPU.
-
-    Raises:
-        UserError: :func:`library_network` has none, the file cannot be read, its weights are not those of the network with this
-            number of classes, or the network does not take images of this size.
-    """
+    """The network that ``train.teacher`` names, with the weights of ``train.teacher_weights``, in eval mode on the CPU. Raises
+    UserError: :func:`library_network` has none, the file cannot be read, its weights are not those of the network with this
+    number of classes, or the network does not take images of this size."""
     train = config.train
     assert train.teacher and train.teacher_weights  # the config has both or none
     network, mean, std = library_network(config)
     file = Path(train.teacher_weights)
     if not file.is_file():
-        raise UserError(
-            f"train.teacher_weights must be a file with the weights of {train.teacher}, got {file}, which is not a file",
-            "download them; the repository's docs/models.md says from where",
-        )
+        problem = f"train.teacher_weights must be a file with the weights of {train.teacher}, got {file}, which is not a file"
+        raise UserError(problem, "download them; the repository's docs/models.md says from where")
     weights = read_initial_weights(file, key="train.teacher_weights").weights
     check_finite(weights, f"train.teacher_weights {file}")
     load_fitting(
@@ -130,11 +111,8 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
 
 
 def library_network(config: Config) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
-    """The network that ``train.teacher`` names with random weights, and the mean and deviation that it expects.
-
-    Raises:
-        UserError: the library is missing or does not load, or has no such network.
-    """
+    """The network that ``train.teacher`` names with random weights, and the mean and deviation that it expects. Raises
+    UserError: the library is missing or does not load, or has no such network."""
     library, _, name = (config.train.teacher or "").partition(":")
     module, classes = import_library(library, f"train.teacher={library}:NAME"), config.model.num_classes
     _check_name(library, name, module)
@@ -151,8 +129,7 @@ def _check_name(library: str, name: str, module: ModuleType) -> None:
         known = module.models.list_models(module=module.models)  # classification alone
         found = name in known
     if not found:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {library}:{close[0]}?" if close else f"{library}.list_models() has the names"
+        hint = did_you_mean(name, known, f"{library}.list_models() has the names", f"{library}:{{}}")
         raise UserError(f"train.teacher must name a classifier of {library}, got {library}:{name}", hint)
 
 
@@ -163,13 +140,10 @@ def _try_out(teacher: LibraryTeacher, config: Config) -> None:
         with torch.no_grad():
             scores = teacher(torch.zeros(1, 3, size, size))
     except Exception as error:  # of the library's own code, or of PyTorch's operators
-        raise UserError(
-            f"train.teacher must take images of {size} x {size} pixels, got {config.train.teacher}, which does not ({first_line(error)})",
-            "choose another teacher or another model.image_size",
-        ) from None
+        got = f"got {config.train.teacher}, which does not ({first_line(error)})"
+        problem = f"train.teacher must take images of {size} x {size} pixels, {got}"
+        raise UserError(problem, "choose another teacher or another model.image_size") from None
     found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     if found != (1, classes):
-        raise UserError(
-            f"train.teacher must give (1, {classes}) scores for an image, got {found} of {config.train.teacher}",
-            "choose another teacher",
-        )
+        problem = f"train.teacher must give (1, {classes}) scores for an image, got {found} of {config.train.teacher}"
+        raise UserError(problem, "choose another teacher")

@@ -1,12 +1,10 @@
 """Load a trained model from a run folder, one of its checkpoints, an exported file, a timm folder or an authors' file: its weights and
 config, or, with :func:`load`, the model with its input transform and class names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -17,19 +15,67 @@ from pipeline.augment.crop import eval_geometry
 from pipeline.checkpoint.folder import check_source
 from pipeline.checkpoint.weights import describe, read_weights
 from pipeline.config import Config, config_from_dict, load_config, shipped_recipes
-from pipeline.errors import UserError
-from pipeline.inference.onnx_file import OnnxModel
+from pipeline.errors import UserError, first_line, missing_extra
 from pipeline.loader.cpu_transform import Normalization, resize_and_crop
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import check_trusted
 from pipeline.models.timm.folder import read_timm_folder
 from pipeline.models.timm.names import is_timm_folder
-from pipeline.models.weights.exported import SUFFIX, Description, Kind, build_described, read_pickled, read_tensors
+from pipeline.models.weights.exported import (
+    SUFFIX,
+    Description,
+    Kind,
+    build_described,
+    parse_description,
+    read_pickled,
+    read_tensors,
+)
 from pipeline.models.weights.reference_names import recognise
 from pipeline.models.weights.transfer import check_finite
 
 PICKLED = (".pth", ".pt", ".bin", ".ckpt", ".tar")  # endings of files of torch.save; .tar as in .pth.tar
+INPUT, OUTPUT = "images", "scores"
+DESCRIPTION = "description"  # in the file's metadata
+_PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
+
+
+class OnnxModel(nn.Module):
+    """The graph that ``pervit export --format onnx`` wrote, run on the GPU if ONNX Runtime is built for one, else on the CPU.
+
+    (B, 3, S, S) -> (B, classes) float32 on the images' device. Raises UserError: ONNX Runtime is missing, the file is damaged,
+    or does not describe its model.
+    """
+
+    def __init__(self, path: Path, providers: tuple[str, ...] = _PROVIDERS) -> None:
+        super().__init__()
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise missing_extra(str(path), "ONNX Runtime", "onnx", error=error) from None
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        options.intra_op_num_threads = torch.get_num_threads()
+        usable = [each for each in providers if each in onnxruntime.get_available_providers()]
+        try:
+            self._session = onnxruntime.InferenceSession(str(path), options, providers=usable)
+        except Exception as error:  # its own types, without a common one
+            raise UserError(f"{path} cannot be read as ONNX ({first_line(error)})", "export it again") from None
+        metadata = self._session.get_modelmeta().custom_metadata_map
+        if DESCRIPTION not in metadata:
+            raise UserError(f"{path} does not describe its model and classes", "pass a file of `pervit export --format onnx`")
+        self.description = parse_description(path, metadata[DESCRIPTION])
+        self.exported_precision: str = metadata["precision"]
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = self._session.run([OUTPUT], {INPUT: images.float().cpu().numpy()})[0]
+        return torch.from_numpy(scores).to(images.device)
+
+    @property
+    def pooled(self) -> NoReturn:
+        raise UserError("an ONNX file gives scores, not features", "pass the run, or its safetensors file")
+
+    pooled_width = pooled
 
 
 @dataclass(frozen=True)
@@ -97,10 +143,8 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
     if source.suffix in PICKLED:
         return _undescribed(source, read_pickled(source, str(source)), step, kind)
     if source.suffix != SUFFIX:
-        raise UserError(
-            f"{source} is neither a run folder nor a {SUFFIX} file nor one of torch.save ({', '.join(PICKLED)})",
-            "pass a run's output_dir, what export wrote, a folder in timm's layout, or the authors' file",
-        )
+        problem = f"{source} is neither a run folder nor a {SUFFIX} file nor one of torch.save ({', '.join(PICKLED)})"
+        raise UserError(problem, "pass a run's output_dir, what export wrote, a folder in timm's layout, or the authors' file")
     weights, description = read_tensors(source)
     if description is None:
         return _undescribed(source, weights, step, kind)
@@ -134,10 +178,9 @@ def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | Non
     config = recipe.with_values({"train.precision": "fp32"} | {f"model.{key}": value for key, value in shape.items()})
     description = describe(config, [str(number) for number in range(num_classes)], 0, "model", names)
     model = build_described(source, weights, description)
-    assumed = (
-        f"{source} does not say what it is: by its tensors, {name} for {image_size} pixels; images are prepared as in that model's recipe "
-        f"(mean {description.mean}, std {description.std}, eval_crop {description.eval_crop:g}), and its {num_classes} classes have no names"
-    )
+    recipe_is = f"mean {description.mean}, std {description.std}, eval_crop {description.eval_crop:g}"
+    prepared = f"images are prepared as in that model's recipe ({recipe_is}), and its {num_classes} classes have no names"
+    assumed = f"{source} does not say what it is: by its tensors, {name} for {image_size} pixels; {prepared}"
     return replace(_described(source, model, description, None, None, named=False), assumed=assumed)
 
 

@@ -42,7 +42,8 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, bias: Tensor, heads: int) -> Tensor:
         batch, tokens, packed = qkv.shape
         head_dim, dtype = packed // 3 // heads, torch.promote_types(qkv.dtype, torch.float32)
-        chunk = min(batch, _images_at_once(heads, tokens))
+        # As many images as fit, and at least one matrix for each thread.
+        chunk = min(batch, max(_CHUNK_BYTES // (4 * heads * tokens**2), -(-torch.get_num_threads() // heads), 1))
         weights = bias.new_empty(batch, heads, tokens, tokens, dtype=dtype)
         out = qkv.new_empty(batch, tokens, heads, head_dim)
         aligned = _Aligned(chunk, heads, tokens, head_dim, dtype)
@@ -108,8 +109,3 @@ class _Aligned:
         room = self.room[: len(values)]
         room[..., : values.shape[-1]] = values
         return room.flatten(0, 1)  # overwritten by the next call
-
-
-def _images_at_once(heads: int, tokens: int) -> int:
-    per_image = 4 * heads * tokens**2  # bytes of float32
-    return max(_CHUNK_BYTES // per_image, -(-torch.get_num_threads() // heads), 1)  # at least one matrix for each thread

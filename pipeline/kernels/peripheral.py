@@ -100,15 +100,11 @@ def biased_attention(
 
 
 def uses_triton(q: Tensor) -> bool:
-    """Whether attention of queries (..., width) of this device, dtype and width runs the Triton kernels.
-
-    Raises:
-        UserError: see :func:`peripheral_attention`.
-    """
+    """Whether attention of queries (..., width) of this device, dtype and width runs the Triton kernels. Raises UserError: see
+    :func:`peripheral_attention`."""
     if _ASKED not in (AUTO, TRITON, PLAIN):
-        raise UserError(
-            f"{SWITCH} must be {AUTO}, {TRITON} or {PLAIN}, got {_ASKED!r}", "set the environment variable to one of these"
-        )
+        problem = f"{SWITCH} must be {AUTO}, {TRITON} or {PLAIN}, got {_ASKED!r}"
+        raise UserError(problem, "set the environment variable to one of these")
     interpreted = _INTERPRETED and q.device.type == "cpu"
     if _ASKED == PLAIN or not (interpreted or q.is_cuda):
         return False

@@ -10,8 +10,7 @@ projection's backward pass needs no copy. All sizes are compile-time constants: 
 Channels from ``WIDTH`` on are masked. Loads of tokens past the end read the last token again, which needs no mask; such keys get a
 score of -inf, and nothing of such queries is written. A query whose scores are all -inf gets zeros, as from PyTorch's attention.
 
-The number of tokens is seldom a multiple of a block (196 = 3 * 64 + 4): a loop over full blocks is followed by one block of ``REST``
-tokens, 0 for none.
+Tokens are seldom a multiple of a block (196 = 3 * 64 + 4): after a loop over full blocks comes one of ``REST`` tokens, if any.
 """
 
 from __future__ import annotations

@@ -94,15 +94,10 @@ def full_graph(
 
 
 def _built(
-    graph: Callable[[], DataNode],
-    batch_size: int,
-    device_id: int | None,
-    num_threads: int,
-    prefetch: int,
-    branches: bool = True,
+    graph: Callable[[], DataNode], batch_size: int, device_id: int | None, threads: int, prefetch: int, branches: bool = True
 ) -> Pipeline:
     """``branches``: whether the graph has an ``if`` for each image, for which DALI translates its Python code, a fifth of a start."""
-    settings = {"batch_size": batch_size, "device_id": device_id, "num_threads": num_threads, "prefetch_queue_depth": prefetch}
+    settings = {"batch_size": batch_size, "device_id": device_id, "num_threads": threads, "prefetch_queue_depth": prefetch}
     pipeline: Pipeline = pipeline_def(graph, enable_conditionals=branches, **settings)()
     pipeline.build()
     return pipeline

@@ -100,9 +100,8 @@ class Decoder:
         rest = "it"
         if self._refused > _REFUSALS:
             self._gpu, rest = None, "this and all that follow"
-        _log.warning(
-            f"the GPU does not decode batch {encoded.number} ({reason}): the CPU decodes {rest}, and no image counts as bad"
-        )
+        refused = f"the GPU does not decode batch {encoded.number} ({reason})"
+        _log.warning(f"{refused}: the CPU decodes {rest}, and no image counts as bad")
         self._in_dali.popleft()
         self._start_anew()
         return pixels

@@ -52,10 +52,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Copy arrays to the device, asynchronously on the current stream, in one copy.
 
     Through pinned memory: a copy from pageable memory would wait for the device. PyTorch's allocator of pinned memory keeps the
-    block until the copy is done.
-
-    Returns:
-        The tensors, which share one storage; on a CPU they share the arrays' memory.
+    block until the copy is done. Returns the tensors, which share one storage; on a CPU they share the arrays' memory.
     """
     if device.type == "cpu":
         return [torch.from_numpy(values) for values in arrays]

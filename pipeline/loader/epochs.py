@@ -4,16 +4,18 @@ They read the same stream as a run (:mod:`pipeline.loader.batches`): the sample 
 are the same. What differs is where batches begin and end, and that mixing groups begin anew with each epoch.
 """
 
-from __future__ import annotations
-
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from pipeline.augment import Places
 from pipeline.augment.crop import Geometry, eval_geometry
+from pipeline.errors import UserError
 from pipeline.loader.batches import TrainBatches
 from pipeline.stream.order import Blocks, Weights
+from pipeline.stream.samples import Samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,3 +94,28 @@ class EpochBatches(TrainBatches):
         if self.weights:
             return self.weights.sample_at(place, epoch, self.seed)
         return super()._sample_at(position, epoch)
+
+
+def sample_weights(sampling: Any, shards: Samples, labels: np.ndarray | None) -> Weights:
+    """The weight of each sample, as :class:`~pipeline.loader.image_loader.ImageLoader` takes them. Raises UserError: others."""
+    if isinstance(sampling, str) and sampling == "balanced":
+        classes = shards.samples[np.arange(len(shards))]["label"] if labels is None else labels
+        if classes.ndim > 1 or classes.dtype.kind == "f":
+            raise UserError("sampling='balanced' requires labels that are one integer for each sample", "pass weights instead")
+        _, number, counts = np.unique(classes, return_inverse=True, return_counts=True)
+        return Weights.of(1 / counts[number], np.argsort(classes, kind="stable"))
+    weights = per_sample("sampling", sampling, len(shards), (1,)).astype(np.float64)
+    if not np.isfinite(weights).all() or weights.min() < 0 or not weights.any():
+        raise UserError("sampling must be weights of at least 0, not all 0, got others", "pass finite ones")
+    return Weights.of(weights)
+
+
+def per_sample(name: str, values: Any, samples: int, ndims: tuple[int, ...]) -> np.ndarray:
+    """Numbers for all samples, (samples, ...) int64 or float32. Raises UserError: they are no such."""
+    given = np.empty(0)
+    with suppress(ValueError):  # lists of several lengths
+        given = np.asarray(values)
+    if given.ndim not in ndims or len(given) != samples or given.dtype.kind not in "biuf" or not given.size:
+        problem = f"{name} must have numbers for each of {samples} samples, got {given.dtype} of shape {given.shape}"
+        raise UserError(problem, "order them as the samples of the set")
+    return given.astype(np.float32 if given.dtype.kind == "f" else np.int64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.cluster.environment import rank_and_size
+from pipeline.cluster.environment import read_rank, share_of_node
 from pipeline.cluster.world import World
 from pipeline.config import Config, config_from_dict, load_config
 from pipeline.errors import UserError
-from pipeline.loader.epochs import EpochBatches
+from pipeline.loader.epochs import EpochBatches, per_sample, sample_weights
 from pipeline.loader.loader import Batch, Loader
 from pipeline.loader.probe import usable_decoding
 from pipeline.loader.random_access import RandomAccess
@@ -28,7 +27,6 @@ from pipeline.loader.reader import BadSamples
 from pipeline.shards.files.cached import CachedFiles, cache_of
 from pipeline.shards.mixed_set import MixedSet, open_training_set
 from pipeline.shards.shard_set import ShardSet
-from pipeline.stream.order import Weights
 
 
 class ImageBatch(tuple):
@@ -79,7 +77,7 @@ class ImageLoader:
             its name, such as ``"pervit_t"``, of which ``data`` and ``augment`` are taken as they are; or ``augment`` keys,
             ``{"mixup": 0.8}``, of which there may be none. None: the centre crop of an evaluation instead.
         seed: of the order and all draws.
-        rank, world_size: of this process; by default those of torch.distributed, or RANK and WORLD_SIZE.
+        rank, world_size: of this process; by default those of torch.distributed, RANK and WORLD_SIZE, or a Slurm step.
         device: of the batches; by default the current CUDA device, or the CPU.
         threads: that decode; by default this process's share of the cores.
         shuffle: False: samples come in the set's order.
@@ -131,16 +129,16 @@ class ImageLoader:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+        self._threads = share_of_node(ranks)[1]
         opened = partial(open_training_set, mix=config.data.mix) if split == "train" else partial(ShardSet, split=split)
         self._opened = partial(opened, config.data.path, readers=ranks)
         self._shards: ShardSet | MixedSet | None = (shards := self._opened(cache=cache_of(config.data)))
         self._transform, self._mixed_targets = transform, mixed_targets
         self.classes, self.bad_samples = shards.class_names, dict[int, str]()
         self._bad = BadSamples(shards, config.data.max_bad_samples)
-        self._labels = None if labels is None else _array("labels", labels, len(shards), (1, 2))
+        self._labels = None if labels is None else per_sample("labels", labels, len(shards), (1, 2))
         self._classes = len(shards.classes) if self._labels is None else int(self._labels.max()) + 1
-        weights = None if sampling is None else _weights(sampling, shards, self._labels)
+        weights = None if sampling is None else sample_weights(sampling, shards, self._labels)
         if weights and (shards.mixture or config.data.order == "block" or not shuffle):
             raise UserError("sampling requires shuffle=True, data.order=full and no data.mix", "leave one of them out")
         batches = EpochBatches.of_run(shards, config, rank, ranks)
@@ -239,7 +237,11 @@ class ImageLoader:
         """The next batch, which has no images where other ranks have the last of the epoch."""
         side = self._config.data.side_at(self.epoch, self._config.model.image_size)
         if self._loader is None or side != self._batches.image_size:
-            self._loader = self._started(side)
+            self._stop()
+            data, (epoch, begin) = self._config.data, self._next
+            decode, form = usable_decoding(data.decode, self._batches.shards, World(0, 1, self._device, self._threads))
+            self._batches, self._number = replace(self._batches, image_size=side, epoch=epoch, begin=begin), 0
+            self._loader = Loader(self._batches, data, self._device, self._threads, bad=self._bad, decode=decode, form=form)
         batch = next(self._loader)
         self._number += 1
         self._next = self._batches.place(self._number)[:2]
@@ -247,8 +249,7 @@ class ImageLoader:
         count = int(batch.request.valid.sum())  # the first ones
         images, (own, other, weight) = batch.images[:count], (part[:count] for part in self._targets(batch))
         mix = partial(_mixed, own, other, weight, self._classes)
-        if self._transform and count:
-            images = self._transform(images)
+        images = self._transform(images) if self._transform and count else images
         return ImageBatch((images, mix() if self._mixed_targets else own), samples=batch.request.index[:count], _mix=mix)
 
     def _targets(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,13 +261,6 @@ class ImageLoader:
         own = self._labels[request.index]
         there = [torch.from_numpy(labels).to(self._device) for labels in (own, own[mixed[-1]] if mixed else own)]
         return there[0], there[1], batch.weight
-
-    def _started(self, side: int) -> Loader[EpochBatches]:
-        self._stop()
-        data, (epoch, begin) = self._config.data, self._next
-        decode, form = usable_decoding(data.decode, self._batches.shards, World(0, 1, self._device, self._threads))
-        self._batches, self._number = replace(self._batches, image_size=side, epoch=epoch, begin=begin), 0
-        return Loader(self._batches, data, self._device, self._threads, bad=self._bad, decode=decode, form=form)
 
     def _stop(self) -> None:
         if self._loader:
@@ -287,7 +281,7 @@ def _mixed(own: Tensor, other: Tensor, weight: Tensor, classes: int) -> Tensor:
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size: those given, of torch.distributed, or of the environment."""
     if rank is None and world_size is None:
-        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else rank_and_size()
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else read_rank()
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise UserError(f"rank must be from 0 to world_size - 1, got {rank} of {world_size}", "pass both or neither")
     return rank, world_size
@@ -304,28 +298,3 @@ def _config(tree: dict[str, Any], augment: str | Mapping[str, Any] | Config | No
     if augment is None:
         data = {**data, "train_crop": "random_resized", "train_interpolation": "bicubic"}
     return config_from_dict({**tree, "data": {**data, **tree["data"]}, "augment": dict(augment or {})}, source="ImageLoader")
-
-
-def _weights(sampling: Any, shards: ShardSet | MixedSet, labels: np.ndarray | None) -> Weights:
-    """The weight of each sample."""
-    if isinstance(sampling, str) and sampling == "balanced":
-        classes = shards.samples[np.arange(len(shards))]["label"] if labels is None else labels
-        if classes.ndim > 1 or classes.dtype.kind == "f":
-            raise UserError("sampling='balanced' requires labels that are one integer for each sample", "pass weights instead")
-        _, number, counts = np.unique(classes, return_inverse=True, return_counts=True)
-        return Weights.of(1 / counts[number], np.argsort(classes, kind="stable"))
-    weights = _array("sampling", sampling, len(shards), (1,)).astype(np.float64)
-    if not np.isfinite(weights).all() or weights.min() < 0 or not weights.any():
-        raise UserError("sampling must be weights of at least 0, not all 0, got others", "pass finite ones")
-    return Weights.of(weights)
-
-
-def _array(name: str, values: Any, samples: int, ndims: tuple[int, ...]) -> np.ndarray:
-    """Numbers for all samples, int64 or float32."""
-    given = np.empty(0)
-    with suppress(ValueError):  # lists of several lengths
-        given = np.asarray(values)
-    if given.ndim not in ndims or len(given) != samples or given.dtype.kind not in "biuf" or not given.size:
-        problem = f"{name} must have numbers for each of {samples} samples, got {given.dtype} of shape {given.shape}"
-        raise UserError(problem, "order them as the samples of the set")
-    return given.astype(np.float32 if given.dtype.kind == "f" else np.int64)

@@ -1,10 +1,4 @@
-"""Read, decode and augment batches and yield PyTorch tensors (ARCHITECTURE.md: the life of a batch).
-
-All of it happens in threads of the loader's, and on a GPU on a CUDA stream of its own: the thread that trains only takes batches
-that are finished or, on the device, about to be.
-"""
-
-from __future__ import annotations
+"""Read, decode and augment batches and yield PyTorch tensors (ARCHITECTURE.md: the life of a batch)."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -48,20 +42,16 @@ class Loader(Generic[AnyBatches]):
 
     Its only state is the number of the next batch: a loader started at batch i yields exactly what another one yields after i
     batches. The caller may keep a batch; its memory is reused once no tensor refers to it. On a GPU, batches belong to the
-    CUDA stream that is current where they are taken.
+    CUDA stream that is current where they are taken. Raises UserError: as :func:`decoding_device`.
 
     Args:
-        batches: the samples and augmentation of each.
         config: normalization, threads, prefetch depths, number of bad samples to tolerate.
         cpu_threads: default for ``config.num_threads``: this rank's share of the node's cores.
         start: number of the first batch, which the others follow; or the endless numbers of all.
-        bad: records the samples that cannot be used; by default, a record of the loader's own.
+        bad: records the samples that cannot be used; default: the loader's own.
         decode: where to decode, instead of ``config.decode``.
         form: what a GPU decodes, as :mod:`pipeline.loader.probe` finds out: REGIONS, or WHOLE images.
         image_format: data type and memory format of the images; augmentations compute in float32 before.
-
-    Raises:
-        UserError: as :func:`decoding_device`.
     """
 
     def __init__(
@@ -105,12 +95,8 @@ class Loader(Generic[AnyBatches]):
         return self
 
     def __next__(self) -> Batch:
-        """The next batch.
-
-        Raises:
-            UserError: more than ``data.max_bad_samples`` samples cannot be read or decoded. Every further call raises it again,
-                because a batch is missing.
-        """
+        """The next batch. Raises UserError: more than ``data.max_bad_samples`` samples cannot be read or decoded. Every further
+        call raises it again, because a batch is missing."""
         if self._error:
             raise self._error
         try:
@@ -169,11 +155,8 @@ def augmented(images: Tensor, request: BatchRequest, replaced: int = 0, at_once:
 
 
 def decoding_device(decode: str, device: torch.device, name: str = "data.decode") -> str:
-    """Where to decode, "gpu" or "cpu": ``auto`` is the device; :mod:`pipeline.loader.trial` measures instead.
-
-    Raises:
-        UserError: there is no GPU to decode on; ``name`` is the setting's.
-    """
+    """Where to decode, "gpu" or "cpu": ``auto`` is the device; :mod:`pipeline.loader.trial` measures instead. Raises UserError:
+    there is no GPU to decode on; ``name`` is the setting's."""
     here = CPU if device.type == "cpu" else GPU
     if decode == GPU and here == CPU:
         raise UserError(f"{name} is gpu, but this process has no GPU", "set it to auto, or start where there is a GPU")

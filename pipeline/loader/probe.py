@@ -67,16 +67,9 @@ class Verdict(NamedTuple):
 
 
 def usable_decoding(decode: str, shards: Samples, world: World) -> tuple[str, str]:
-    """Settle how the images of a set are decoded, all ranks alike; the first rank of each node and kind of GPU tries it. Collective.
-
-    Args:
-        decode: "gpu", "cpu" or "auto".
-
-    Returns:
-        ``decode``, or "cpu" where a GPU cannot decode, of which rank 0 warns; and the form in which one can, REGIONS or WHOLE.
-
-    Raises:
-        UserError: as :func:`~pipeline.loader.loader.decoding_device`.
+    """Settle how the images of a set are decoded, all ranks alike; the first rank of each node and kind of GPU tries it.
+    Collective. Returns ``decode``, or "cpu" where a GPU cannot decode, of which rank 0 warns; and the form in which one can,
+    REGIONS or WHOLE. Raises UserError: as :func:`~pipeline.loader.loader.decoding_device`. ``decode``: "gpu", "cpu" or "auto".
     """
     if decoding_device(decode, world.device) != GPU:
         return decode, REGIONS
@@ -103,19 +96,18 @@ def agreed(own: Verdict | None, world: World) -> Verdict:
 def decoding_verdict(
     shards: Samples, device: torch.device, program: Sequence[str] = PROGRAM, timeout: float = _TIMEOUT
 ) -> Verdict:
-    """Find out, or remember, in which form a device decodes images of a set. Takes some 10 seconds; at most ``timeout`` for each form.
-
-    Args:
-        device: with an index; the CPU decodes in either form.
-        program: gets the form and the device as arguments, batches from stdin, and writes their pixels to stdout: :func:`answer`.
-    """
+    """Find out, or remember, in which form a device decodes images of a set. Takes some 10 seconds; at most ``timeout`` for
+    each form. ``device``: with an index; the CPU decodes in either form. ``program``: gets the form and the device as
+    arguments, batches from stdin, and writes their pixels to stdout: :func:`answer`."""
     config, augment = DataConfig(), AugmentConfig()
     sizes = {"image_size": _SIZE, "global_batch_size": _BATCH, "batch_size": _BATCH}
     batches = TrainBatches(shards=shards, seed=0, data=config, augment=augment, **sizes)
     about = _about(batches, device)
     place = _place(about)
-    if place and (known := _recall(place)):
-        return known
+    with suppress(OSError, ValueError, TypeError):  # there is no verdict of an earlier start, or the file is damaged
+        known, reason = json.loads(place.read_bytes()) if place else (None, None)
+        if known in _FORMS and isinstance(reason, str):
+            return Verdict(known, reason)
     try:
         question, expected = _question(batches)
     except UserError as error:  # the loader will meet it too, and knows what to do
@@ -222,15 +214,6 @@ def _place(about: dict) -> Path | None:
     if folder is None or not make_private(folder / "decoding"):
         return None
     return folder / "decoding" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.json"
-
-
-def _recall(place: Path) -> Verdict | None:
-    """The verdict of an earlier start; None if there is none, or the file is damaged."""
-    try:
-        form, reason = json.loads(place.read_bytes())
-    except (OSError, ValueError, TypeError):
-        return None
-    return Verdict(form, reason) if form in _FORMS and isinstance(reason, str) else None
 
 
 if __name__ == "__main__":

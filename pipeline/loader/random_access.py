@@ -1,7 +1,5 @@
 """Give the samples of a set one by one, as PyTorch's map-style data sets do."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Read encoded images ahead of time in threads; replace samples that cannot be read or decoded, name each once, limit their number."""
 
-from __future__ import annotations
-
 import io
 import re
 import threading
@@ -60,9 +58,6 @@ class BadSamples:
     Args:
         limit: bad samples to tolerate; one more is an error.
         left_out: substitutes only fill the batch and do not count (evaluation); for the log.
-
-    Attributes:
-        replacement: bad sample -> its substitute.
     """
 
     def __init__(self, shards: Samples, limit: int, left_out: bool = False) -> None:
@@ -70,7 +65,7 @@ class BadSamples:
         self._lock = threading.Lock()
         self._unreported: dict[int, str] = {}
         self._over: UserError | None = None
-        self.replacement: dict[int, int] = {}
+        self.replacement: dict[int, int] = {}  # bad sample -> its substitute
 
     def __len__(self) -> int:
         return len(self.replacement)
@@ -82,17 +77,19 @@ class BadSamples:
                 raise self._over
             if damage.index in self.replacement:
                 return
-            substitute = self._next_sound(damage.index)
+            following = (damage.index + 1) % len(self._shards)
+            substitute = self.replacement.get(following, following)  # the next sound one after a bad one is its substitute
+            if substitute == damage.index:
+                problem = f"none of the {len(self._shards)} samples of {self._shards.folder} can be used"
+                raise UserError(problem, "restore the files")
             moved = [bad for bad, instead in self.replacement.items() if instead == damage.index]
             self.replacement.update(dict.fromkeys([*moved, damage.index], substitute))  # one step for readers, who need no lock
             instead = f"sample {self._shards.key(substitute)} replaces it"
             self._unreported[damage.index] = f"{damage}; {'it is skipped' if self._left_out else instead}"
             if len(self.replacement) > self._limit:
-                self._over = UserError(
-                    f"{len(self.replacement)} samples of {self._shards.folder} cannot be used, but data.max_bad_samples allows {self._limit}; "
-                    f"the last one: {damage}",
-                    "restore the files, or raise data.max_bad_samples",
-                )
+                many = f"{len(self.replacement)} samples of {self._shards.folder} cannot be used"
+                problem = f"{many}, but data.max_bad_samples allows {self._limit}; the last one: {damage}"
+                self._over = UserError(problem, "restore the files, or raise data.max_bad_samples")
                 raise self._over
 
     def take_unreported(self) -> dict[int, str]:
@@ -100,13 +97,6 @@ class BadSamples:
         with self._lock:
             taken, self._unreported = self._unreported, {}
         return taken
-
-    def _next_sound(self, sample: int) -> int:
-        following = (sample + 1) % len(self._shards)
-        found = self.replacement.get(following, following)  # the next sound one after a bad one is its substitute
-        if found != sample:
-            return found
-        raise UserError(f"none of the {len(self._shards)} samples of {self._shards.folder} can be used", "restore the files")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Decode on the GPU and on the CPU in turns, measure what a step takes with each, keep the faster (``data.decode=auto`` on a GPU).
+"""Decode on the GPU and on the CPU in turns, measure what a step takes with each, keep the faster (``data.decode=auto``);
+change the images' side with the epoch (``data.size_schedule``).
 
 What counts is a step of training, not the loader alone: a GPU that decodes trains less meanwhile. A loader is a pure function of
-the number of a batch, so two of them can produce the stream together, turn by turn.
+the number of a batch, so two of them can produce the stream together, turn by turn, or one after the other.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 from pipeline.loader.batches import TrainBatches
 from pipeline.loader.loader import AUTO, CPU, GPU, Batch, Loader
@@ -21,6 +23,7 @@ _ROUNDS = 2  # turns of each; the better one counts, so that something slow in o
 _MEASURED = 10  # micro-batches at the end of a turn
 
 OpenLoader = Callable[[Iterator[int], str, BadSamples], Loader[TrainBatches]]
+Seconds = dict[str, float]  # of a micro-batch, by data.decode
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,12 @@ class TrialLoader:
         open_loader: from the numbers of its batches and ``data.decode``, "gpu" or "cpu", to a loader.
         choose: from the seconds that a batch took, by ``data.decode``, to the one to keep. Called once, in the same call of
             :meth:`__next__` on every rank, so that it can ask the others.
-
-    Attributes:
-        decode: "auto" during the trial, then what is kept.
     """
 
     def __init__(
-        self,
-        batches: TrainBatches,
-        turns: Turns,
-        bad: BadSamples,
-        open_loader: OpenLoader,
-        choose: Callable[[dict[str, float]], str],
+        self, batches: TrainBatches, turns: Turns, bad: BadSamples, open_loader: OpenLoader, choose: Callable[[Seconds], str]
     ) -> None:
-        self.batches, self.bad, self.decode = batches, bad, AUTO
+        self.batches, self.bad, self.decode = batches, bad, AUTO  # then what is kept
         self._turns, self._choose = turns, choose
         self._loaders = {decode: open_loader(turns.numbers(place), decode, bad) for place, decode in enumerate((GPU, CPU))}
         self._seconds: dict[str, list[float]] = {decode: [] for decode in self._loaders}
@@ -117,3 +112,35 @@ class TrialLoader:
         self.decode = self._choose({decode: min(seconds) for decode, seconds in self._seconds.items()})
         self._loaders.pop(CPU if self.decode == GPU else GPU).close()
         return self._loaders[self.decode]
+
+
+AnyLoader = Loader[TrainBatches] | TrialLoader
+OpenSized = Callable[[TrainBatches, int, AnyLoader | None], AnyLoader]
+
+
+class SizedLoader:
+    """Training batches from ``start`` on as a :class:`~pipeline.loader.loader.Loader` yields them, with its attributes.
+
+    Which side a batch has follows from its number, so that a run resumes with it; DALI's graph and augmentations have one.
+    ``open_loader`` makes a loader of batches of one side, the number of the first, and the loader before, if there was one.
+    ``batches`` have the model's ``image_size``.
+    """
+
+    def __init__(self, batches: TrainBatches, start: int, open_loader: OpenSized) -> None:
+        self._batches, self._number, self._open = batches, start, open_loader
+        self._loader = self._opened(None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_loader"], name)
+
+    def __next__(self) -> Batch:
+        """The next batch. Raises as :meth:`Loader.__next__`."""
+        if self._batches.side(self._number) != self._loader.batches.image_size:
+            self._loader.close()
+            self._loader = self._opened(self._loader)
+        batch = next(self._loader)
+        self._number += 1
+        return batch
+
+    def _opened(self, before: AnyLoader | None) -> AnyLoader:
+        return self._open(replace(self._batches, image_size=self._batches.side(self._number)), self._number, before)

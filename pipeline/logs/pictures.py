@@ -3,8 +3,6 @@
 Every picture is (3, height, width) uint8.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 
@@ -30,12 +28,8 @@ _VIRIDIS = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962"
 
 
 def image_grid(batch: Batch, classes: list[str], mean: tuple[float, ...], std: tuple[float, ...], count: int = 16) -> Tensor:
-    """The first images of a batch as the model sees them, each above its label, or both labels of a mixture.
-
-    Args:
-        batch: images (B, 3, H, W), normalized.
-        mean, std: per channel.
-    """
+    """The first images of a batch as the model sees them, each above its label, or both labels of a mixture. ``batch``: images
+    (B, 3, H, W), normalized; ``mean``, ``std``: per channel."""
     shown = batch.images[:count].float().cpu()
     colours = (shown * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]).clamp(0, 1)
     pixels = (255 * colours).round().byte().permute(0, 2, 3, 1).numpy()  # (n, H, W, 3)
@@ -59,13 +53,8 @@ def _labels(batch: Batch, classes: list[str]) -> list[str]:
 def peripheral_maps(model: VisionModel, image_size: int) -> Tensor | None:
     """Φp of every layer and head for the query at the centre, as in Fig. 4 of the PerViT paper.
 
-    Call in eval mode. Collective under ZeRO-3, which gathers the parameters.
-
-    Args:
-        image_size: side of the square input in pixels.
-
-    Returns:
-        (layers, heads, rows, columns) in [0, 1], on the CPU; None for a model without Φp.
+    Call in eval mode. Collective under ZeRO-3, which gathers the parameters. ``image_size``: side of the square input in
+    pixels. Returns (layers, heads, rows, columns) in [0, 1], on the CPU; None for a model without Φp.
     """
     if not model.has_phi:
         return None
@@ -105,12 +94,8 @@ def map_grid(maps: Tensor) -> Tensor:
 
 
 def _ticks(sheet: Image.Image, x: int, y: int, patches: int, size: int, downward: bool = False) -> None:
-    """Label the first, the middle and the last patch of a tile, below it, or left of it going down.
-
-    Args:
-        x, y: where the axis begins.
-        patches: along the axis, each of ``size`` pixels.
-    """
+    """Label the first, the middle and the last patch of a tile, below it, or left of it going down. ``x``, ``y``: where the
+    axis begins; ``patches``: along the axis, each of ``size`` pixels."""
     draw, font = ImageDraw.Draw(sheet), _font()
     for patch in dict.fromkeys((0, patches // 2, patches - 1)):
         if patch not in (0, patches - 1) and (patches - 1 - patch) * size < _TEXT + 1:
@@ -126,11 +111,8 @@ def _ticks(sheet: Image.Image, x: int, y: int, patches: int, size: int, downward
 
 
 def class_bars(classes: Sequence[str], correct: Sequence[int], count: Sequence[int]) -> Tensor:
-    """Top-1 accuracy of the classes as bars: of all, or of the 20 worst and the 20 best.
-
-    Args:
-        correct, count: right and all images of each class; a class without images is left out.
-    """
+    """Top-1 accuracy of the classes as bars: of all, or of the 20 worst and the 20 best. ``correct``, ``count``: right and all
+    images of each class; a class without images is left out."""
     found = zip(classes, correct, count)
     shares = sorted((right / total, name[:_MOST_LETTERS], total) for name, right, total in found if total)
     few = len(shares) <= 2 * _MANY_CLASSES

@@ -38,13 +38,8 @@ _ALLOCATIONS = 1_000_000  # that a GPU's snapshot keeps, the latest: some 100 st
 
 
 class StepProfiler:
-    """Records the steps of ``log.profile_steps`` that this start takes, on each rank its own.
-
-    Args:
-        window: first and last step to record (``log.profile_steps``); None: none.
-        done: steps before this start.
-        last_step: of the schedule.
-    """
+    """Records the steps of ``log.profile_steps`` that this start takes, on each rank its own. ``window``: first and last step
+    to record (``log.profile_steps``); None: none. ``done``: steps before this start."""
 
     def __init__(self, run_folder: Path, window: tuple[int, int] | None, world: World, done: int, last_step: int) -> None:
         self._world, self._folder, self._window = world, run_folder / PROFILE, window

@@ -1,7 +1,5 @@
 """Reduce over all ranks what each has recorded: metrics of steps, bad samples, requests to a store."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from collections import Counter
@@ -20,8 +18,7 @@ from pipeline.shards.shard_set import ShardSet
 _log = logging.getLogger(__name__)
 # The values of one rank in one step -> its value.
 _COMBINE: dict[Reduction, Callable[[list[float]], Any]] = {"mean": np.mean, "max": np.max, "sum": np.sum, "slowest": np.sum}
-# What Store.take_counts calls a failure, in metrics.jsonl with "store_" -> in a warning. Each was followed by another try, or by
-# a bad sample.
+# What Store.take_counts calls a failure, in metrics.jsonl with "store_" -> in a warning. Another try followed, or a bad sample.
 _FAILURES = {
     "throttled": "throttled",
     "cut": "cut off",
@@ -44,16 +41,17 @@ class MetricReduction:
         self._columns: dict[str, Reduction] = {}  # of all metrics that any rank has recorded, in the same order on all ranks
 
     def rows(self, steps: Sequence[Mapping[str, Metric]], seconds: float) -> list[dict[str, Any]]:
-        """Reduce the metrics of some steps. Collective.
+        """Reduce the metrics of some steps. Collective. Returns for each step its metrics by name, but those of no rank.
 
         Args:
             steps: the metrics of each, by name.
             seconds: that these steps took on this rank.
-
-        Returns:
-            For each step its metrics by name, without those that no rank has recorded in it.
         """
-        self._agree_on_columns(steps)
+        # Learn the names that any rank has recorded for the first time.
+        new = [[name, metric.reduce] for step in steps for name, metric in step.items() if name not in self._columns]
+        if self._world.sum(torch.tensor(float(len(new)), device=self._world.device)):  # rare: gathering objects is slow
+            for part in self._world.gather(new):
+                self._columns.update(part)
         own = torch.zeros(2, len(steps), len(self._columns), dtype=torch.float64)  # values; 1 where there is one
         for number, recorded in enumerate(_fetched(steps, self._world.device)):
             for column, (name, reduction) in enumerate(self._columns.items()):
@@ -65,28 +63,19 @@ class MetricReduction:
         rows: list[dict[str, Any]] = [{} for _ in steps]
         for column, (name, reduction) in enumerate(self._columns.items()):
             if reduction == "slowest":
-                share = self._slowest(name, values[:, :, column].sum(1))
+                shares = values[:, :, column].sum(1)  # (ranks,)
+                rank = int(shares.argmax())
+                where = {f"{name}_rank": rank, f"{name}_host": self._hosts[rank]} if self._world.size > 1 else {}
                 for row in rows:
-                    row |= share
+                    row |= {name: float(shares[rank]), **where}
                 continue
             counts = known[:, :, column].sum(0)  # (steps,)
             reduced = _reduce(values[:, :, column], known[:, :, column] > 0, reduction).tolist()
             for row, step, count, value in zip(rows, steps, counts.tolist(), reduced, strict=True):
                 if count:
-                    row[name] = int(value) if name in step and _is_whole(step[name]) else value
+                    own_values = step[name].values if name in step and reduction in ("max", "sum") else [value]
+                    row[name] = int(value) if all(type(own) is int for own in own_values) else value
         return rows
-
-    def _agree_on_columns(self, steps: Sequence[Mapping[str, Metric]]) -> None:
-        """Learn the names that any rank has recorded for the first time."""
-        new = [[name, metric.reduce] for step in steps for name, metric in step.items() if name not in self._columns]
-        if self._world.sum(torch.tensor(float(len(new)), device=self._world.device)):  # rare: gathering objects is slow
-            for part in self._world.gather(new):
-                self._columns.update(part)
-
-    def _slowest(self, name: str, shares: Tensor) -> dict[str, Any]:
-        rank = int(shares.argmax())
-        where = {f"{name}_rank": rank, f"{name}_host": self._hosts[rank]} if self._world.size > 1 else {}
-        return {name: float(shares[rank]), **where}
 
 
 def _fetched(steps: Sequence[Mapping[str, Metric]], device: torch.device) -> list[dict[str, list[float]]]:
@@ -109,10 +98,6 @@ def _reduce(values: Tensor, known: Tensor, reduction: Reduction) -> Tensor:
     return total if reduction == "sum" else total / known.sum(0)
 
 
-def _is_whole(metric: Metric) -> bool:
-    return metric.reduce in ("max", "sum") and all(type(value) is int for value in metric.values)
-
-
 def report_bad_samples(world: World, met: Mapping[int, str], known: dict[int, str]) -> None:
     """Add those that any rank has met, as sample -> message, to those that are known, and warn of the new ones. Collective."""
     for part in world.gather(list(met.items())):  # JSON keys are strings
@@ -124,11 +109,7 @@ def report_bad_samples(world: World, met: Mapping[int, str], known: dict[int, st
 
 
 class StoreReport:
-    """Requests of this start to the store that has the data, over all ranks, which read from the same.
-
-    Args:
-        sets: the run's.
-    """
+    """Requests of this start to the store that has the data, over all ranks, which read from the same. ``sets``: the run's."""
 
     def __init__(self, world: World, sets: Sequence[ShardSet | MixedSet]) -> None:
         self._world, self._sets = world, sets

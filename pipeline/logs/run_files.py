@@ -12,8 +12,6 @@ in the log of the start before: those after ``step`` are repeated. ``whole`` tel
 has no end. Whoever shows the run reads it (:mod:`pipeline.runs`); a run goes on if it cannot be written.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -36,7 +34,7 @@ from pipeline.config import Config, config_to_yaml
 from pipeline.errors import UserError
 from pipeline.files import remove_leftovers, replace_text, write_error
 from pipeline.logs import console
-from pipeline.models.entry import is_timm
+from pipeline.models.registry import is_timm
 from pipeline.runs import CONFIG, ENVIRONMENT, EVENTS, METRICS
 from pipeline.runs.rows import last_rows
 
@@ -50,18 +48,13 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 def write_run_files(
     config: Config, world: World, first_step: int, precision: str, micro_batch: str | None = None
 ) -> int | None:
-    """Write ``config.yaml`` and append this start to ``environment.json``. Collective.
+    """Write ``config.yaml`` and append this start to ``environment.json``. Collective. Returns on rank 0: which start of the
+    run this is, counted from 1; None elsewhere. Raises UserError: on every rank: a file cannot be written, or
+    ``environment.json`` is damaged.
 
     Args:
         first_step: of this start, counted from 1.
-        precision: the one chosen, and why.
         micro_batch: why the micro-batch has its size, where ``auto`` was asked for.
-
-    Returns:
-        On rank 0: which start of the run this is, counted from 1; None elsewhere.
-
-    Raises:
-        UserError: on every rank: a file cannot be written, or ``environment.json`` is damaged.
     """
     start = {
         **_environment(config, world),
@@ -126,24 +119,22 @@ def _environment(config: Config, world: World) -> dict:
     for name in (*_PACKAGES, "timm") if is_timm(config.model.name) else _PACKAGES:
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
+    commit, git = (
+        None,
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+    )
+    with suppress(OSError, subprocess.CalledProcessError):  # installed without its repository
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
         "packages": packages,
-        "git_commit": _git_commit(),
+        "git_commit": commit,
         "world_size": world.size,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else platform.processor() or "cpu",
         # What squeue and scontrol call the job, ARRAY_TASK in a job array; the rest as Slurm has it. Empty outside of a job.
         "slurm": {**({"job": job} if job else {}), **{name: os.environ[name] for name in _SLURM if name in os.environ}},
     }
-
-
-def _git_commit() -> str | None:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None  # installed without its repository
 
 
 class RunEvents:

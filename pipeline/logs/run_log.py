@@ -3,8 +3,6 @@
 If a file cannot be written, or was removed, the run ends on all ranks with one error: a run without its log is of no use.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -37,16 +35,13 @@ _MUCH_WAITING = 0.05  # of the time: the console then names the rank that waits 
 
 
 class RunLog:
-    """Collects the metrics of steps and writes them every few steps; only rank 0 writes files.
+    """Collects the metrics of steps and writes them every few steps; only rank 0 writes files. Raises UserError: on every rank:
+    rank 0 cannot write the files.
 
     Args:
         start_step: the step that this start resumes from; later rows, of a start that was killed, are removed.
         flops_per_image: of a training step, for the model FLOPs utilization (MFU); None: not known, so there is none.
         bad_samples: sample -> message, those of earlier starts. As an attribute: all so far, the same on every rank.
-        store: where the data comes from.
-
-    Raises:
-        UserError: on every rank: rank 0 cannot write the files.
     """
 
     def __init__(
@@ -99,7 +94,6 @@ class RunLog:
         10 s without a line, rank 0 shows its own figures, which no other rank takes part in.
 
         Args:
-            step: done.
             metrics: what :func:`pipeline.metrics.recording` has collected of it.
             bad_samples: new on this rank: sample -> message.
         """
@@ -114,15 +108,9 @@ class RunLog:
             self._show_own(step, metrics)
 
     def flush(self, to_disk: bool = False) -> None:
-        """Write the recorded steps. Collective, at the same step.
-
-        Args:
-            to_disk: also sync the files, as before the checkpoint of these steps.
-
-        Raises:
-            UserError: on every rank: a file is gone, or could not be written for ``checkpoint.retry_seconds``, or there
-                are more bad samples than ``data.max_bad_samples``.
-        """
+        """Write the recorded steps. Collective, at the same step. Raises UserError: on every rank: a file is gone, or could not
+        be written for ``checkpoint.retry_seconds``, or there are more bad samples than ``data.max_bad_samples``. ``to_disk``:
+        also sync the files, as before the checkpoint of these steps."""
         pending, self._pending = self._pending, []
         if pending:
             self._note_rows(pending)
@@ -144,26 +132,19 @@ class RunLog:
         self._met = {}
         after = {"bad_samples": len(self.bad_samples), **(self._store.row() if self._store else {})}
         if self._world.is_main:
-            speed = self._speed(len(pending), seconds)
+            rate = len(pending) * self._config.train.global_batch_size / seconds
+            memory, peak_memory = memory_gib(self._world.device)
+            mfu = rate * (self._flops_per_image or 0.0) / (self._peak * self._world.size) if self._peak else None
+            speed = {"images_per_second": rate, "mfu": mfu, "memory_gib": memory, "peak_memory_gib": peak_memory}
             rows = [{**where, **metrics, **speed, **after} for (where, _), metrics in zip(pending, reduced, strict=True)]
             for row in rows:
                 self._add_row(row, group="train")
             self._events.scalars(tensorboard.of_steps(rows), rows[-1]["step"])
             self._show(rows[-1])
 
-    def _speed(self, steps: int, seconds: float) -> dict[str, float | None]:
-        """Throughput, utilization (None on CPUs, or without the FLOPs) and memory of some steps."""
-        rate = steps * self._config.train.global_batch_size / seconds
-        memory, peak_memory = memory_gib(self._world.device)
-        mfu = rate * (self._flops_per_image or 0.0) / (self._peak * self._world.size) if self._peak else None
-        return {"images_per_second": rate, "mfu": mfu, "memory_gib": memory, "peak_memory_gib": peak_memory}
-
     def evaluation(self, step: int, results: dict[str, dict[str, Any]]) -> None:
-        """Write an evaluation's results by name of the weights (``model``, ``ema``). Collective.
-
-        Raises:
-            UserError: on every rank: a file cannot be written or is gone.
-        """
+        """Write an evaluation's results by name of the weights (``model``, ``ema``). Collective. Raises UserError: on every
+        rank: a file cannot be written or is gone."""
         where = self._where(step)
         for weights, result in results.items():
             self._add_row({**where, "weights": weights, **result}, "eval", tensorboard.suffix(weights))
@@ -273,15 +254,13 @@ class RunLog:
         """Show progress at a step; a narrow terminal goes without as many of ``least`` as it takes."""
         self._shown_at = time.perf_counter()
         begin = f"step {step}/{self._last_step} epoch {self._schedule.epoch(step):.2f} loss {loss:.4f}"
-        self.say(shortened([begin, *parts, self._time_left(step)], least, sys.stdout))
-
-    def _time_left(self, step: int) -> str:
-        """Extrapolated from this start, evaluations and checkpoints included, without its first step, which is slow."""
         assert self._pace  # from the first step on
-        first, began = self._pace
-        if not first < step < self._last_step:
-            return ""
-        return f"{console.duration((time.perf_counter() - began) / (step - first) * (self._last_step - step))} left"
+        (first, began), left = self._pace, ""
+        if (
+            first < step < self._last_step
+        ):  # from this start, evaluations and checkpoints included, without its first step, which is slow
+            left = f"{console.duration((time.perf_counter() - began) / (step - first) * (self._last_step - step))} left"
+        self.say(shortened([begin, *parts, left], least, sys.stdout))
 
 
 def drop_rows_after(metrics: Path, step: int) -> None:

@@ -9,8 +9,6 @@ One line per optimizer step, with its micro-batches in order. ``start`` is the f
 that was repeated after a resume has several lines; the weights come from the latest by ``time`` (Unix time in seconds).
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import time
@@ -27,17 +25,18 @@ from pipeline.runs import SAMPLES
 
 
 class SampleLog:
-    """This rank's record. Every method raises a ``UserError`` on this rank if its file cannot be written.
-
-    Args:
-        start: the first step of this start, counted from 1.
-    """
+    """This rank's record. Every method raises a ``UserError`` on this rank if its file cannot be written. ``start``: the first
+    step of this start, counted from 1."""
 
     def __init__(self, run_dir: Path, world: World, start: int) -> None:
         path = run_dir / SAMPLES / f"rank-{world.rank:05d}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_half_a_line(path)
+            if path.exists() and path.stat().st_size:  # a kill may have left a part of a line, which would corrupt the next one
+                with open(path, "r+b") as file:
+                    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # the file may be gigabytes
+                        whole = content.rfind(b"\n") + 1
+                    file.truncate(whole)
         except OSError as error:
             raise write_error(path, error) from None
         self._file, self._start = GrowingFile(path), start
@@ -46,14 +45,10 @@ class SampleLog:
 
     def add(self, request: BatchRequest) -> None:
         """Add a micro-batch to the current step."""
-        values = {
-            "epoch": request.epoch.tolist(),
-            "position": request.position.tolist(),
-            "sample": request.index.tolist(),
-            "augmentation": augmentation_digests(request),
-        }
-        for name, of_images in values.items():
-            self._step[name].extend(of_images)
+        self._step["epoch"] += request.epoch.tolist()
+        self._step["position"] += request.position.tolist()
+        self._step["sample"] += request.index.tolist()
+        self._step["augmentation"] += augmentation_digests(request)
 
     def write(self, step: int) -> None:
         """Write the line of a step. The kernel has it when this returns, so a kill loses nothing."""
@@ -71,13 +66,3 @@ def augmentation_digests(request: BatchRequest) -> list[str]:
     """
     drawn = [np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8) for values in request.digested()]
     return [xxh3_64_hexdigest(row.tobytes()) for row in np.concatenate(drawn, axis=1)]  # (bytes,) each
-
-
-def _cut_half_a_line(path: Path) -> None:
-    """Remove a partial last line, left by a kill, which would corrupt the next one."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with open(path, "r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # the file may be gigabytes
-            whole = content.rfind(b"\n") + 1
-        file.truncate(whole)

@@ -1,12 +1,10 @@
 """Write TensorBoard's event files, synchronously; name and group its curves, and the settings by which it compares runs.
 
 PyTorch's ``SummaryWriter`` writes from a thread: if its folder is removed or the disk is full, the thread dies with a
-traceback, and a file that was removed is recreated without its former content. This module uses its record format, not its
-thread.
+traceback, and a file that was removed is recreated without its former content. This module uses its record format alone.
 
-TensorBoard sorts groups by name, expands the first two, and shows about four curves before one has to scroll. So the first group,
-``at_a_glance``, has copies of those that tell whether a run learns, is fast and is healthy, and two more for wider screens: a point
-for each flush of the log, and for each evaluation.
+TensorBoard sorts groups by name and expands the first. So ``at_a_glance`` has copies of the curves that tell whether a run
+learns, is fast and is healthy: a point for each flush of the log, and for each evaluation.
 """
 
 from __future__ import annotations
@@ -35,14 +33,11 @@ NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count"
 
 
 class EventFile:
-    """One event file; records stay in memory until :meth:`flush`.
+    """One event file; records stay in memory until :meth:`flush`. Raises UserError: folder or file cannot be created.
 
     Args:
         folder: created if it does not exist; each start of a run adds a file.
         purge_step: TensorBoard discards earlier files' records from this step on.
-
-    Raises:
-        UserError: folder or file cannot be created.
     """
 
     def __init__(self, folder: Path, purge_step: int) -> None:

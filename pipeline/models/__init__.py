@@ -1,4 +1,7 @@
-"""The model families, a registry that builds them by name, and their weights in this project's and the authors' layouts."""
+"""The model families, a registry that builds them by name, and their weights in this project's and the authors' layouts.
+
+Where a paper and its authors' code differ, a family follows the code, so that ``load_reference_state_dict`` can load their
+weights; each such place says so."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +10,6 @@ from pipeline.lazy import lazy_names
 if TYPE_CHECKING:
     from pipeline.models.common.base import as_features
     from pipeline.models.registry import create_model, list_models, model_entry, model_of
-    from pipeline.models.weights.exported import load_exported
     from pipeline.models.weights.reference_names import load_reference_state_dict, reference_state_dict
     from pipeline.models.weights.transfer import load_pretrained
 
@@ -16,7 +18,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     **{
         "common.base": "as_features",
         "registry": "create_model list_models model_entry model_of",
-        "weights.exported": "load_exported",
         "weights.reference_names": "load_reference_state_dict reference_state_dict",
         "weights.transfer": "load_pretrained",
     },

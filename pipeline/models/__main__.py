@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
-from pipeline.models.entry import installed_models, is_timm
+from pipeline.models.registry import installed_models, is_timm
 
 if TYPE_CHECKING:
-    from pipeline.models.entry import ModelEntry
+    from pipeline.models.registry import ModelEntry
 
 
 def parameter_count(entry: ModelEntry) -> int:
@@ -37,10 +37,8 @@ def overview() -> str:
     for name in models.list_models():
         entry = models.model_entry(name)
         published = "" if entry.paper_params_m is None else f"({entry.paper_params_m:g}M)"
-        lines.append(
-            f"{name:<18} {parameter_count(entry):>12,} {published:>8} {entry.image_size:>6} "
-            f"{entry.num_classes:>7}  {entry.description}; {entry.paper}"
-        )
+        figures = f"{parameter_count(entry):>12,} {published:>8} {entry.image_size:>6} {entry.num_classes:>7}"
+        lines.append(f"{name:<18} {figures}  {entry.description}; {entry.paper}")
     return "\n".join([*lines, *(f"{name:<18} {path}, of an installed package" for name, path in installed_models().items())])
 
 

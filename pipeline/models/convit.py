@@ -2,15 +2,12 @@
 Biases", ICML 2021; layouts: Table 1).
 
 A DeiT whose first ten blocks use gated positional self-attention (GPSA, Sec. 2 and 3, Eq. 4 to 7); the class token is appended to the
-patches after them. Where paper and published code differ, this follows the code, so that ``load_reference_state_dict`` can load the
-authors' weights.
+patches after them.
 
 A head's position scores are a linear function of (dx, dy, dx² + dy²), the offset from query to key in patches. With the weights
 of Eq. 5 their softmax peaks at a fixed offset per head, so that a layer with h heads is initialized as a convolution with a
 √h x √h kernel and can depart from it in training.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from math import isqrt
@@ -37,7 +34,7 @@ from pipeline.models.common.vit import (
     patch_grid,
     split_heads,
 )
-from pipeline.models.entry import register
+from pipeline.models.registry import register
 
 
 @constant_table
@@ -179,15 +176,12 @@ class ConViT(ClassTokenModel):
     """Vision transformer with soft convolutional inductive biases.
 
     Probes: ``attention`` of every layer; ``position`` and ``gate`` of GPSA layers, which have no class token. Shapes: see
-    :class:`GatedPositionalSelfAttention`.
+    :class:`GatedPositionalSelfAttention`. Raises UserError: ``image_size`` is not a multiple of 16.
 
     Args:
         layout: heads and width. A square number of heads lets the convolutional initialization use all of them.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size, because of the position embedding, except in
             the feature form.
-
-    Raises:
-        UserError: ``image_size`` is not a multiple of 16.
     """
 
     reference_names = (

@@ -2,15 +2,12 @@
 (Touvron et al., "DeiT III: Revenge of the ViT", ECCV 2022). ``load_reference_state_dict`` loads the authors' published weights.
 
 DeiT is the plain vision transformer that ConViT and PerViT are compared with: 16x16 patches, a class token, learned position
-embeddings. The "+" models are those of ConViT's Table 1, with ConViT's numbers of heads and 64 channels per head. There is no
-separate distilled model: hard distillation supervises the class token's output (:mod:`pipeline.inference.teacher`).
+embeddings. The "+" models are those of ConViT's Table 1, with ConViT's numbers of heads and 64 channels per head.
 
 DeiT III differs from it in three places: each residual branch is multiplied by learned factors per channel (LayerScale; Touvron
 et al., "Going deeper with image transformers", ICCV 2021, Eq. 5), the class token has no position embedding, and stochastic depth
 has the same rate in every block.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator
@@ -34,9 +31,9 @@ from pipeline.models.common.vit import (
     ViTLayout,
     patch_grid,
 )
-from pipeline.models.entry import register
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
+from pipeline.models.registry import register
 
 _KERNEL = 3
 
@@ -93,14 +90,11 @@ class DeiT(ClassTokenModel, PhiModel):
     How PerViT's authors added Φp to DeiT is not published. Here Φp = 1 to and from the class token, the absolute position
     embedding stays (as with iRPE, which Table 2 compares with Φp), and Φp has the peripheral initialization. Its figures for CPVT
     and iRPE are those authors' own: five generators and no position embedding (CPVT's "0-5"), and iRPE beside the embedding.
+    Raises UserError: ``image_size`` is not a multiple of 16.
 
     Args:
-        layout: heads and width.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size, because of the position embedding. With
             ``conditional_position``, and in the feature form, it takes any, also images that are not square.
-
-    Raises:
-        UserError: ``image_size`` is not a multiple of 16.
     """
 
     # The last: iRPE's authors' DeiT (github.com/microsoft/Cream), which has the names of DeiT's otherwise.
@@ -144,17 +138,14 @@ class DeiT(ClassTokenModel, PhiModel):
         scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
             # What the block's attention is told of positions.
-            position = _with_class_token(log_phi) if log_phi is not None else grid if self.relative_position else None
+            position: Any = grid if self.relative_position else None
+            if log_phi is not None:
+                probe("phi_p", log_phi.exp)
+                position = F.pad(log_phi, (1, 0, 1, 0))  # (heads, N + 1, N + 1): Φp = 1 in the class token's row and column
             x = self.run_block(block, x, scales_of_block(scales, i), position)
             if i < len(self.position_generators):
                 x = self.position_generators[i](x, grid)
         return x
-
-
-def _with_class_token(log_phi: Tensor) -> Tensor:
-    """log Φp (heads, N, N) of the patches -> (heads, N + 1, N + 1): 0, so Φp = 1, in the class token's row and column."""
-    probe("phi_p", lambda: log_phi.exp())
-    return F.pad(log_phi, (1, 0, 1, 0))
 
 
 class DeiT3Switches(Switches):
@@ -178,15 +169,12 @@ class ScaledBlock(Block):
 
 
 class DeiT3(ClassTokenModel):
-    """DeiT III. Probes of every layer: ``attention`` and ``phi_c``, (B, heads, N + 1, N + 1) each, class token first.
+    """DeiT III. Probes of every layer: ``attention`` and ``phi_c``, (B, heads, N + 1, N + 1) each, class token first. Raises
+    UserError: ``image_size`` is not a multiple of 16.
 
     Args:
-        layout: heads and width.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size. In the feature form it takes any, also images
             that are not square. ``drop_path``: of every block.
-
-    Raises:
-        UserError: ``image_size`` is not a multiple of 16.
     """
 
     reference_names = (

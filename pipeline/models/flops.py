@@ -1,16 +1,4 @@
-"""Count the parameters and multiply-accumulates (1 GMAC = 1e9) of a model with fvcore.
-
-Three counts per model:
-
-- ``gmacs_modules``: the papers' convention, which hooks modules and so misses the matrix products of attention.
-- ``gmacs``: the full cost of one image, without Φp.
-- ``gmacs_phi``: the position encoding Φp. It depends on weights only and is computed once per forward pass, for any batch size.
-
-A model of timm or of a ``module:build`` may have operators that fvcore does not count: ``uncounted`` names them, and ``gmacs_torch`` is
-the count of ``torch.utils.flop_counter`` beside it.
-"""
-
-from __future__ import annotations
+"""Count the parameters and multiply-accumulates (1 GMAC = 1e9) of a model with fvcore."""
 
 import logging
 import math
@@ -42,9 +30,9 @@ class FlopRow:
     image_size: int
     params: int
     params_phi: int
-    gmacs_modules: float
-    gmacs: float
-    gmacs_phi: float
+    gmacs_modules: float  # by the papers' convention, which hooks modules and so misses the matrix products of attention
+    gmacs: float  # the full cost of one image, without Φp
+    gmacs_phi: float  # of Φp, which depends on weights only and is computed once per forward pass, for any batch size
     paper_params_m: float | None
     paper_gmacs: float | None  # at the paper's image size, without switches
     switches: dict[str, Any] = field(default_factory=dict)  # that were set

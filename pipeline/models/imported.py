@@ -5,8 +5,6 @@ these names, and with ``model.options``; it returns a ``torch.nn.Module``, image
 names are ``net.`` and the module's.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from functools import partial
@@ -19,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from pipeline.errors import UserError, first_line
 from pipeline.lazy import import_named
-from pipeline.models.entry import ModelEntry, import_path
+from pipeline.models.registry import ModelEntry, import_path
 from pipeline.models.timm.classifier import TimmSwitches, WrappedClassifier, build_wrapped
 
 _REMEDY = "choose another model, or change what it builds"
@@ -32,11 +30,8 @@ def imported_entry(name: str) -> ModelEntry:
 
 
 def build_imported(name: str, **options: Any) -> WrappedClassifier:
-    """The builder of a registry entry.
-
-    Raises:
-        UserError: there is no such function, it does not make a classifier, or one that a run cannot save or continue.
-    """
+    """The builder of a registry entry. Raises UserError: there is no such function, it does not make a classifier, or one that
+    a run cannot save or continue."""
     model = build_wrapped(WrappedClassifier, call, _checked, name, **options)
     if changed := model.trial.changed:
         raise UserError(
@@ -70,10 +65,8 @@ def call(name: str, num_classes: int, image_size: int, drop_path: float, options
     try:
         net = build(**given, **options)
     except Exception as error:  # of somebody else's code
-        raise UserError(
-            f"{name} cannot be built with model.options {dict(options)} ({type(error).__name__}: {first_line(error)})",
-            "correct model.options, or the function",
-        ) from None
+        problem = f"{name} cannot be built with model.options {dict(options)} ({type(error).__name__}: {first_line(error)})"
+        raise UserError(problem, "correct model.options, or the function") from None
     if not isinstance(net, nn.Module):
         raise UserError(f"model.name must give a torch.nn.Module, got {type(net).__name__} of {name}", _REMEDY)
     return net

@@ -1,21 +1,23 @@
-"""Find models by name and build them. The names are known without PyTorch."""
+"""Find models by name and build them; describe them, as their families register them. The names are known without PyTorch."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
-from collections.abc import Mapping
-from types import MappingProxyType, ModuleType
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import section_from_dict
-from pipeline.errors import UserError
-from pipeline.models.entry import ModelEntry, import_path, installed_models, is_timm, registered
+from pipeline.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from pipeline.config import Config
-    from pipeline.models.common.base import VisionModel
+    from pipeline.models.common.base import Switches, VisionModel
 
 _FAMILIES = {  # module of this package -> the models that it registers: it is imported when one of them is asked for
     "convit": "convit_ti convit_ti_plus convit_s convit_s_plus convit_b convit_b_plus",
@@ -27,6 +29,64 @@ _FAMILIES = {  # module of this package -> the models that it registers: it is i
 }
 TRUSTED = "PERVIT_TRUSTED_MODELS"  # names of models, separated by commas, whose code files may have run
 _MODULE_OF = {name: module for module, names in _FAMILIES.items() for name in names.split()}
+TIMM_PREFIX = "timm:"
+ENTRY_POINTS = "pervit.models"  # group of an installed package's models: name = "module:build"
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model and its paper's figures, None where the paper has none."""
+
+    name: str
+    build: Callable[..., VisionModel]  # called with ``switches`` and the fields of ``ModelOptions`` in common/base.py
+    description: str  # one line for the list of models
+    paper: str  # with the table
+    switches: type[Switches]  # the family's ablations
+    paper_params_m: float | None = None  # millions
+    paper_gmacs: float | None = None  # 1e9 multiply-accumulates, at the image size that follows
+    paper_top1: float | None = None  # percent, on the paper's data set
+    image_size: int = 224  # that the paper's figures are for, like the classes
+    num_classes: int = 1000
+    paper_speed: float | None = None  # images per second in inference, on the paper's GPU
+
+
+registered: dict[str, ModelEntry] = {}
+
+
+def register(
+    family: Callable[..., VisionModel],
+    switches: type[Switches],
+    paper: str,
+    data: tuple[int, int] = (224, 1000),
+    **sizes: tuple[Any, ...],
+) -> None:
+    """Register the sizes of a family.
+
+    Args:
+        data: image size and number of classes that the paper's figures are for.
+        sizes: name = (layout, with which ``family`` is called, one line for the list of models, the paper's parameters in
+            millions, GMACs, top-1 in percent and, where it has them, images per second).
+    """
+    for name, (layout, description, params_m, gmacs, top1, *speed) in sizes.items():
+        build = partial(family, layout)
+        registered[name] = ModelEntry(name, build, description, paper, switches, params_m, gmacs, top1, *data, *speed)
+
+
+def is_timm(name: str) -> bool:
+    """Whether ``model.name`` is one of timm's models."""
+    return name.startswith(TIMM_PREFIX)
+
+
+@cache
+def installed_models() -> dict[str, str]:
+    """The models of installed packages: name -> ``module:build``."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+
+
+def import_path(name: str) -> str | None:
+    """The ``module:build`` of a model of somebody else's code; None: of no such model."""
+    return name if not is_timm(name) and _PATH.fullmatch(name) else installed_models().get(name)
 
 
 def list_models() -> list[str]:
@@ -35,19 +95,15 @@ def list_models() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Raise a UserError unless there is a model of that name, one of ours, ``timm:NAME``, ``module:build`` or of an entry point; imports
-    none."""
+    """Raise a UserError unless there is a model of that name: ours, ``timm:NAME``, ``module:build`` or an entry point's."""
     if is_timm(name):
-        _timm("names").check_timm_name(name)
+        importlib.import_module("pipeline.models.timm.names").check_timm_name(name)
         return
     known = list_models()
     if name not in known and not import_path(name):
-        close = difflib.get_close_matches(name, known, n=1)
-        remedy = f"did you mean {close[0]!r}?" if close else "choose one of these"
-        raise UserError(
-            f"model.name must be timm:NAME, module:build or one of {', '.join([*known, *installed_models()])}, got {name!r}",
-            remedy,
-        )
+        these = ", ".join([*known, *installed_models()])
+        remedy = did_you_mean(name, known, "choose one of these", "{!r}")
+        raise UserError(f"model.name must be timm:NAME, module:build or one of {these}, got {name!r}", remedy)
 
 
 def model_entry(name: str) -> ModelEntry:
@@ -55,7 +111,7 @@ def model_entry(name: str) -> ModelEntry:
     entry: ModelEntry
     check_name(name)
     if is_timm(name):
-        entry = _timm("classifier").timm_entry(name)
+        entry = importlib.import_module("pipeline.models.timm.classifier").timm_entry(name)
         return entry
     if name not in list_models():
         entry = importlib.import_module("pipeline.models.imported").imported_entry(name)
@@ -66,31 +122,17 @@ def model_entry(name: str) -> ModelEntry:
 
 
 def check_trusted(name: str, source: object) -> None:
-    """See that a file, ``source``, may name the model: code of ``module:build`` runs only if the user has named it too.
-
-    Raises:
-        UserError: the environment does not have it.
-    """
+    """See that a file, ``source``, may name the model: code of ``module:build`` runs only if the user has named it too. Raises
+    UserError: the environment does not have it."""
     if name not in list_models() and name not in installed_models() and import_path(name):
         if name not in os.environ.get(TRUSTED, "").split(","):
             raise UserError(f"{source} is of the model {name}, whose code would run", f"set {TRUSTED}={name} if you trust it")
 
 
-def _timm(module: str) -> ModuleType:
-    """A module of the family of timm's models, which is imported like the others when one of them is asked for."""
-    return importlib.import_module(f"pipeline.models.timm.{module}")
-
-
 def model_of(config: Config) -> VisionModel:
     """The model that a config describes, randomly initialized; raises what :func:`create_model` raises."""
-    model = create_model(
-        config.model.name,
-        config.model.num_classes,
-        config.model.image_size,
-        config.model.drop_path,
-        config.train.activation_checkpointing,
-        config.model.arguments,
-    )
+    its, recompute = config.model, config.train.activation_checkpointing
+    model = create_model(its.name, its.num_classes, its.image_size, its.drop_path, recompute, its.arguments)
     if config.train.freeze:
         model.freeze(config.train.freeze)
     return model

@@ -1,7 +1,5 @@
 """Describe AdamW."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

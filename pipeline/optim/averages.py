@@ -5,8 +5,6 @@ optimizer step, by ``momentum``, towards the mean over all micro-batches of all 
 the world size (up to rounding), and a skipped step leaves them unchanged. Whether a step was taken may be known to the device only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

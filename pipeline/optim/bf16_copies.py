@@ -1,7 +1,5 @@
 """Keep one bf16 copy of all weights that autocast would cast one by one, in every step and again for their gradients."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

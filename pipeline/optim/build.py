@@ -1,7 +1,5 @@
 """Build the optimizer of a config for a model: its description, its parameter groups, the optimizer itself, and its learning rate."""
 
-from __future__ import annotations
-
 import math
 from importlib import import_module
 from typing import Any
@@ -20,8 +18,7 @@ LR_SCALE = "lr_scale"  # key of a group: fraction of the schedule's learning rat
 
 def optimizer_description(config: OptimConfig) -> OptimizerDescription:
     """The description of the config's optimizer: the only place where anything is known about it. Raises UserError: a class of
-    another package (``optim.name=module:Class``) cannot be imported or trained with; see :mod:`pipeline.optim.imported`.
-    """
+    another package (``optim.name=module:Class``) cannot be imported or trained with; see :mod:`pipeline.optim.imported`."""
     if config.name not in BUILT_IN_OPTIMIZERS:
         return imported_optimizer(config)
     description: OptimizerDescription = import_module(f"pipeline.optim.{config.name}").DESCRIPTION
@@ -38,20 +35,15 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
     1-D parameters (norms, biases) do not decay, as in DeiT, and neither do, unless ``decay_embeddings``, those that the model lists in
     ``no_weight_decay()``. With ``layer_decay``, there are groups for every layer, whose ``lr_scale`` is that of timm's
-    ``param_groups_layer_decay``: ``layer_decay ** (num_layers - 1 - layer)``.
-
-    Raises:
-        UserError: the model has no layers to tell apart, or no matrices for an optimizer of matrices.
+    ``param_groups_layer_decay``: ``layer_decay ** (num_layers - 1 - layer)``. Raises UserError: the model has no layers to tell
+    apart, or no matrices for an optimizer of matrices.
     """
     # Every VisionModel has these methods; this package knows no models.
     exempt = set() if config.decay_embeddings else model.no_weight_decay()  # type: ignore[operator]
     matrices = optimizer_description(config).matrices(model) - exempt
     if config.layer_decay is not None and model.num_layers < 2:  # type: ignore[operator]
-        raise UserError(
-            f"optim.layer_decay requires a model of two layers or more, got {config.layer_decay:g} for {type(model).__name__}, "
-            "whose parameters are all of one layer",
-            "set optim.layer_decay=null",
-        )
+        got = f"got {config.layer_decay:g} for {type(model).__name__}, whose parameters are all of one layer"
+        raise UserError(f"optim.layer_decay requires a model of two layers or more, {got}", "set optim.layer_decay=null")
     # Kind: layer (0 without layer-wise decay), whether the optimizer takes them as matrices, whether they decay.
     members: dict[tuple[int, bool, bool], dict[str, nn.Parameter]] = {}
     if config.layer_decay is None:  # these two and in this order, even if one is empty

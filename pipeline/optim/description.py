@@ -5,8 +5,6 @@ A new built-in optimizer is a module ``pipeline.optim.NAME`` with its class and 
 :data:`~pipeline.config.train_sections.BUILT_IN_OPTIMIZERS`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,11 +48,8 @@ class OptimizerDescription:
         raise NotImplementedError
 
     def matrices(self, model: nn.Module) -> set[str]:
-        """Names of the parameters that are updated as matrices; they get groups of their own.
-
-        Raises:
-            UserError: the model has none, but the optimizer is made for them.
-        """
+        """Names of the parameters that are updated as matrices; they get groups of their own. Raises UserError: the model has
+        none, but the optimizer is made for them."""
         return set()
 
     def temporaries(self, group: Group, size: float, split: bool) -> float:

@@ -1,7 +1,5 @@
 """Build the engine of a run, ours without ZeRO and DeepSpeed's with it, from the run's config alone, and step its optimizer."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -44,25 +42,20 @@ def choose_zero_stage(config: Config, world_size: int, parameters: Callable[[], 
     """The ZeRO stage that a run takes, and why another one than the config's, in half a sentence.
 
     It is 0 for one process, which has nobody to share with: stages 1 to 3 would copy every gradient into a bucket, the gradients into
-    a flat shard, and keep the weights twice.
+    a flat shard, and keep the weights twice. Raises UserError: the optimizer cannot step on slices, as ZeRO has them.
 
     Args:
         parameters: counts those that learn; asked only where "auto" depends on it.
         memory: bytes of a GPU; None: the devices are CPUs, which do not wait for launches, and whose memory all processes share.
-
-    Raises:
-        UserError: the optimizer cannot step on slices of parameters, which is what ZeRO gives it.
     """
     asked, optimizer = config.train.zero_stage, optimizer_description(config.optim)
     if world_size == 1:
         return 0, "" if asked in (0, AUTO) else f"train.zero_stage {asked} has nothing to share out on one process"
     if isinstance(asked, int):
         if asked and not optimizer.takes_slices:
-            raise UserError(
-                f"train.zero_stage must be 0 on several processes with optim.name={config.optim.name}, which needs whole parameters, "
-                f"got {asked}",
-                "set train.zero_stage=0",
-            )
+            named = f"optim.name={config.optim.name}, which needs whole parameters"
+            problem = f"train.zero_stage must be 0 on several processes with {named}, got {asked}"
+            raise UserError(problem, "set train.zero_stage=0")
         return asked, ""
     if not optimizer.takes_slices:
         return 0, f"auto: {config.optim.name} needs whole parameters"
@@ -105,11 +98,8 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
 
 
 def build_engine(model: Model, config: Config, world: World, optimizer: torch.optim.Optimizer | None = None) -> Engine[Model]:
-    """Wrap the model for training, sharded over the ranks as :func:`zero_stage` says. Collective.
-
-    Args:
-        optimizer: instead of the config's; each of its groups has the ``names`` of its parameters.
-    """
+    """Wrap the model for training, sharded over the ranks as :func:`zero_stage` says. Collective. ``optimizer``: instead of the
+    config's; each of its groups has the ``names`` of its parameters."""
     model.to(world.device)
     optimizer = optimizer or build_optimizer(model, config.optim)
     if zero_stage(config, world.size) == 0:

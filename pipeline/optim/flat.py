@@ -1,11 +1,8 @@
 """Lay out a model's parameters, and their gradients, in flat tensors: what is done to all of them is then one operation.
 
 The order is that in which a backward pass completes gradients, the last layers first, so that a slice of the gradients can be summed over
-the ranks while the others are still being computed. A parameter group is in one piece, which an elementwise optimizer updates as one
-tensor.
+the ranks while the others are still being computed. A group is in one piece, which elementwise optimizers update at once.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

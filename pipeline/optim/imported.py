@@ -80,11 +80,9 @@ class ImportedOptimizer(OptimizerDescription):
         try:
             return self._class(groups, lr=config.warmup_lr, **config.options)
         except Exception as error:  # whatever a class of somebody else raises
-            raise UserError(
-                f"optim.name {config.name} cannot be constructed with parameter groups, lr and optim.options {config.options} "
-                f"({_words(error)})",
-                "correct optim.options, or choose another optimizer",
-            ) from None
+            given = f"parameter groups, lr and optim.options {config.options}"
+            problem = f"optim.name {config.name} cannot be constructed with {given} ({_words(error)})"
+            raise UserError(problem, "correct optim.options, or choose another optimizer") from None
 
     def state(self, group: Group) -> StateNames:
         return self._names
@@ -93,11 +91,8 @@ class ImportedOptimizer(OptimizerDescription):
         return size  # PyTorch's documentation of foreach: about one copy of the parameters
 
     def _state_names(self, trial: _Trial) -> StateNames:
-        """What it keeps for each parameter.
-
-        Raises:
-            UserError: something else than tensors of a parameter's shape and numbers that are equal for a group's parameters.
-        """
+        """What it keeps for each parameter. Raises UserError: something else than tensors of a parameter's shape and numbers
+        that are equal for a group's parameters."""
         found = []
         for parameter, first in ((parameter, group[0]) for group in trial.tensors for parameter in group):
             state, of_first = trial.optimizer.state[parameter], trial.optimizer.state[first]
@@ -120,19 +115,13 @@ class ImportedOptimizer(OptimizerDescription):
         return found[0]
 
     def _refusal(self, what: str) -> UserError:
-        return UserError(
-            f"optim.name {self._config.name} must keep tensors of each parameter's shape and counts of steps only, got {what}: no "
-            "checkpoint could be resumed with it",
-            _REMEDY,
-        )
+        must = f"optim.name {self._config.name} must keep tensors of each parameter's shape and counts of steps only"
+        return UserError(f"{must}, got {what}: no checkpoint could be resumed with it", _REMEDY)
 
 
 class _Trial:
-    """An optimizer of small parameters with given gradients, which steps as a run does.
-
-    Args:
-        flat: hand it a flat tensor for each group instead of its parameters, one group at a time, as ZeRO does.
-    """
+    """An optimizer of small parameters with given gradients, which steps as a run does. ``flat``: hand it a flat tensor for
+    each group instead of its parameters, one group at a time, as ZeRO does."""
 
     def __init__(self, description: ImportedOptimizer, config: OptimConfig, flat: bool = False) -> None:
         self._flat, generator = flat, torch.Generator().manual_seed(0)
@@ -175,10 +164,8 @@ def imported_optimizer(config: OptimConfig) -> ImportedOptimizer:
     """The description of ``optim.name=module:Class``, which is tried out once for each set of options."""
     described = _described(config.name, yaml.safe_dump(config.options))
     if config.weight_decay and not described.decays:
-        raise UserError(
-            f"optim.weight_decay must be 0 with optim.name={config.name}, which has none, got {config.weight_decay:g}",
-            "set optim.weight_decay=0",
-        )
+        problem = f"optim.weight_decay must be 0 with optim.name={config.name}, which has none, got {config.weight_decay:g}"
+        raise UserError(problem, "set optim.weight_decay=0")
     return described
 
 
@@ -190,10 +177,8 @@ def _described(name: str, options: str) -> ImportedOptimizer:
 def _imported(name: str) -> Any:
     found = import_named("optim.name", name, "a class that can be imported, as module:Class")
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise UserError(
-            f"optim.name must be a subclass of torch.optim.Optimizer, got {name} ({type(found).__name__})",
-            "name a class, such as torch.optim:NAdam",
-        )
+        problem = f"optim.name must be a subclass of torch.optim.Optimizer, got {name} ({type(found).__name__})"
+        raise UserError(problem, "name a class, such as torch.optim:NAdam")
     return found
 
 

@@ -1,7 +1,5 @@
 """Step with LAMB (You et al., "Large Batch Optimization for Deep Learning", ICLR 2020) for parameters that are split over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Step with Muon for the matrices of the blocks and AdamW for all else, for parameters that are split over ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -122,10 +120,9 @@ class MuonDescription(AdamW):
         last = model.num_layers - 1  # type: ignore[operator]
         names = {f"{name}.weight" for name in linear if 0 < model.layer_of(f"{name}.weight") < last}  # type: ignore[operator]
         if not names:
-            raise UserError(
-                f"optim.name=muon requires a model with weight matrices in its blocks, got {type(model).__name__}, which has none",
-                "set optim.name=adamw",
-            )
+            got = f"got {type(model).__name__}, which has none"
+            must = "optim.name=muon requires a model with weight matrices in its blocks"
+            raise UserError(f"{must}, {got}", "set optim.name=adamw")
         return names
 
     def temporaries(self, group: Group, size: float, split: bool) -> float:

@@ -4,8 +4,6 @@ Gradients go into one flat tensor (:mod:`pipeline.optim.flat`), slices of which 
 norm, clipping, the decision whether a step is taken, and AdamW's update are a few operations on the device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Under ZeRO 1 to 3 the optimizer sees flat shards of many parameters, which begin
 it treats every element by itself; an optimizer that needs a whole parameter, its norm for example, must put the slices together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar

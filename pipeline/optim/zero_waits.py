@@ -1,7 +1,5 @@
 """Take the waits for a GPU out of DeepSpeed's ZeRO 1 and 2, at its optimizer's methods and the functions that these call."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -13,8 +11,7 @@ from pipeline.optim.slices import skips_on_the_device
 
 def wait_for_the_reduction_only(optimizer: Any) -> None:
     """With ``overlap_comm``, DeepSpeed's ZeRO 1 and 2 wait for the whole device after the last bucket, and so for the loader's
-    streams. What follows needs the reduced gradients only: the current stream waits for the reduction's.
-    """
+    streams. What follows needs the reduced gradients only: the current stream waits for the reduction's."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator, epilogue = get_accelerator(), optimizer.independent_gradient_partition_epilogue
@@ -34,13 +31,16 @@ def wait_for_the_reduction_only(optimizer: Any) -> None:
 
 def skip_on_the_device(optimizer: Any) -> None:
     """Let the optimizer within skip a step whose norm is not finite, where it can: DeepSpeed would read the norm, once for a step and
-    once more for each group that it clips. Its norm is computed without a wait in any case.
-    """
+    once more for each group that it clips. Its norm is computed without a wait in any case."""
     from deepspeed.runtime.zero import stage_1_and_2 as deepspeed
 
     if not hasattr(deepspeed, "is_invalid_grad_norm"):  # another version
         return
-    deepspeed.mask_nan_or_inf_with_val_inplace = _mask
+
+    def mask(norm: Tensor, device: Any = None, val: float = -1.0) -> None:  # DeepSpeed's copies a tensor from the CPU
+        norm.masked_fill_(~torch.isfinite(norm), -1.0)
+
+    deepspeed.mask_nan_or_inf_with_val_inplace = mask
     inner, compute = optimizer.optimizer, optimizer.scaled_global_norm
     if not skips_on_the_device(inner):
         return
@@ -64,8 +64,3 @@ class _Judge:
 
     def __call__(self, norm: Any) -> bool:
         return not getattr(norm, "skipped_on_the_device", False) and self.asks(norm)
-
-
-def _mask(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
-    """DeepSpeed's ``mask_nan_or_inf_with_val_inplace``, whose -1 is a tensor on the CPU that is copied to the device."""
-    norm.masked_fill_(~torch.isfinite(norm), -1.0)

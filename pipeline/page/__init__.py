@@ -3,8 +3,6 @@
 Whatever comes from a file (names of classes, keys, messages) goes through :func:`html`, which escapes it.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -101,16 +99,12 @@ def facts(pairs: Iterable[tuple[object, object]]) -> Html:
 
 
 def page(title: str, subtitle: object, sections: Sequence[Section], notes: Sequence[object] = (), plots: bool = True) -> str:
-    """A whole page.
+    """A whole page. Raises UserError: plotly is not installed.
 
     Args:
-        title, subtitle: of the page and its window; a line below it, HTML or text.
-        sections: in their order.
+        subtitle: a line below the title, HTML or text.
         notes: what the reader must know first, above all sections: what is missing or damaged.
         plots: whether there are figures, which need plotly's script (4.8 MB).
-
-    Raises:
-        UserError: plotly is not installed.
     """
     names = [section.name or f"s{number}" for number, section in enumerate(sections)]
     contents = [html('<a href="#{}">{}</a>', name, section.title) for name, section in zip(names, sections)]
@@ -120,7 +114,13 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
         for name, section in zip(names, sections)
     ]
     listed = html('<ul class="notes">{}</ul>', [html("<li>{}</li>", note) for note in notes]) if notes else ""
-    scripts = [*([plotly_script()] if plots else []), _resource("page.js")]
+    scripts = [_resource("page.js")]
+    if plots:
+        try:
+            from plotly.offline import get_plotlyjs
+        except ImportError:
+            raise missing_extra("a report", "plotly", "insight") from None
+        scripts.insert(0, get_plotlyjs())  # 4.8 MB: the Python package has no smaller build
     return html(
         _PAGE,
         title=title,
@@ -177,15 +177,6 @@ def clock(moment: float | None) -> str:
         return "?" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
     except (OverflowError, ValueError, OSError):
         return "?"
-
-
-def plotly_script() -> str:
-    """plotly.js, 4.8 MB: the Python package has no smaller build."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise missing_extra("a report", "plotly", "insight") from None
-    return get_plotlyjs()
 
 
 def _resource(name: str) -> str:

@@ -1,7 +1,5 @@
 """Find the length of a run: its images, steps, evaluations, checkpoints, and the Slurm jobs that it takes; measure its loader."""
 
-from __future__ import annotations
-
 import math
 import re
 import time
@@ -48,17 +46,9 @@ class Images:
 
 
 def count_images(config: Config, data: Place | None) -> Images | None:
-    """How many images the run has: by the manifests of its shards, else by the number of classes.
-
-    Args:
-        data: shard set; None: ``data.path`` if it is there.
-
-    Returns:
-        None if nothing tells.
-
-    Raises:
-        UserError: ``data`` holds no shard set, or one of other classes.
-    """
+    """How many images the run has: by the manifests of its shards, else by the number of classes. ``data``: shard set; None:
+    ``data.path`` if it is there. Returns None if nothing tells. Raises UserError: ``data`` holds no shard set, or one of other
+    classes."""
     place = parse_place(data or config.data.path)
     if data or not isinstance(place, Path) or place.is_dir():
         try:
@@ -85,15 +75,11 @@ def _of_shards(config: Config, place: Place) -> Images:
 def _split_of(place: Place, split: str, classes: int | None = None) -> SplitInfo:
     manifest = open_files(place, split).manifest()
     if classes is not None and len(manifest.classes) != classes:
-        raise UserError(
-            f"model.num_classes must be the {len(manifest.classes)} classes of {place}, got {classes}",
-            f"set model.num_classes={len(manifest.classes)}, or pass other shards",
-        )
+        problem = f"model.num_classes must be the {len(manifest.classes)} classes of {place}, got {classes}"
+        raise UserError(problem, f"set model.num_classes={len(manifest.classes)}, or pass other shards")
     if split not in manifest.splits:
-        raise UserError(
-            f"{place / MANIFEST} must have the splits train and val, got {', '.join(manifest.splits) or 'none'}",
-            "pass a complete shard set",
-        )
+        problem = f"{place / MANIFEST} must have the splits train and val, got {', '.join(manifest.splits) or 'none'}"
+        raise UserError(problem, "pass a complete shard set")
     return manifest.splits[split]
 
 
@@ -116,11 +102,8 @@ def length_of(config: Config, images: Images) -> Length:
 
 
 def parse_time_limit(text: str) -> float:
-    """A time limit in Slurm's forms: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S. Returns seconds.
-
-    Raises:
-        UserError: it is none of these, or too short to train in.
-    """
+    """A time limit in Slurm's forms: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S. Returns seconds. Raises UserError: it is none of
+    these, or too short to train in."""
     remedy = "write it as sbatch takes it, such as 24:00:00 or 3-00:00:00"
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if not found:
@@ -143,9 +126,8 @@ def jobs_within(seconds: float, limit: float, start: float) -> int:
     """Slurm jobs, each with its start, that a run of so many seconds takes at a time limit. Raises UserError: nothing is left to train."""
     usable = limit - SIGNAL_SECONDS - start
     if usable <= 0:
-        raise UserError(
-            f"--time-limit must leave time to train after a start of {start:.0f} seconds, got {limit:.0f} seconds", "raise it"
-        )
+        problem = f"--time-limit must leave time to train after a start of {start:.0f} seconds, got {limit:.0f} seconds"
+        raise UserError(problem, "raise it")
     return max(1, math.ceil(seconds / usable))
 
 
@@ -187,15 +169,12 @@ def known_loader(config: Config) -> LoaderNeed | None:
 
 
 def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: float = 3.0) -> LoaderNeed:
-    """Load training batches from a shard set as a run would on CPUs, and drop them.
+    """Load training batches from a shard set as a run would on CPUs, and drop them. Raises UserError: the shards cannot be
+    read, or too many samples are bad.
 
     Args:
-        config: data and augmentation.
         shards: a shard set with a train split, in a folder or a store.
         seconds: how long to measure; at least two batches.
-
-    Raises:
-        UserError: the shards cannot be read, or too many samples are bad.
     """
     train_set = ShardSet(shards, "train")
     unit = config.augment.unit

@@ -1,7 +1,5 @@
 """Read what was measured before: a run's own steps, or those that a check of a GPU has recorded, the most similar to the plan."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -50,10 +48,7 @@ class Measured:
 
 def read_measured(path: Path) -> Measured:
     """Measure a run's newest start that has enough steps; the first rows of a start, which warm up and compile, are left out.
-
-    Raises:
-        UserError: it is not a run folder, its config cannot be read, or it has too few steps.
-    """
+    Raises UserError: it is not a run folder, its config cannot be read, or it has too few steps."""
     run = read_run(path)
     config, columns = run.settings, run.metrics.steps
     if "images_per_second" not in columns:
@@ -66,10 +61,8 @@ def read_measured(path: Path) -> Measured:
         if mine.sum() >= _FEWEST and start.world_size:
             break
     else:
-        raise UserError(
-            f"{path / METRICS} must have at least {_FEWEST} steps after the first {config.log.every_steps} of a start, which warm up",
-            "pass a run that has trained longer",
-        )
+        steps_of = f"steps after the first {config.log.every_steps} of a start, which warm up"
+        raise UserError(f"{path / METRICS} must have at least {_FEWEST} {steps_of}", "pass a run that has trained longer")
     waits = columns.get("data_wait", np.full(len(steps), np.nan))[mine]
     evaluations = run.seconds_of("evaluation")
     first_ends = columns["time"][steps == done + 1] if "time" in columns else np.empty(0)
@@ -112,11 +105,8 @@ def _other_device(device: str, planned: Subject) -> str | None:
 
 def read_record(path: Path, planned: Subject) -> Measured:
     """Read the step of a GPU's record (``make gpu-check``) that is most similar to the plan: in its model's size, compiling, ZeRO stage
-    and micro-batch, in this order. Batches are in memory there, so that it waited for no data.
-
-    Raises:
-        UserError: it is no such record, has no steps, or is of another kind of GPU or precision.
-    """
+    and micro-batch, in this order. Batches are in memory there, so that it waited for no data. Raises UserError: it is no such
+    record, has no steps, or is of another kind of GPU or precision."""
     must = f"--gpu-record must be a record of make gpu-check, got {path}"
     try:
         record = json.loads(path.read_text())
@@ -132,9 +122,8 @@ def read_record(path: Path, planned: Subject) -> Measured:
     native = planned.changed("train", precision=AUTO).precision
     other = None if planned.precision == native else f"its steps are in {native}, not {planned.precision}"
     if why := _other_device(device, planned) or other:
-        raise UserError(
-            f"--gpu-record must be of the planned kind of GPU, got {path}: {why}", "pass another record, or leave it out"
-        )
+        problem = f"--gpu-record must be of the planned kind of GPU, got {path}: {why}"
+        raise UserError(problem, "pass another record, or leave it out")
     sizes = {config.model.name: _parameters(config) for config in (planned.config, *(step.config for step in steps))}
 
     def distance(step: Measured) -> tuple[float, ...]:

@@ -108,14 +108,11 @@ class Memory:
 
 
 def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
-    """Plan the memory of one process.
+    """Plan the memory of one process. Raises UserError: the batch sizes do not divide, or the model cannot be built or traced.
 
     Args:
         subject: the run; its precision "auto" is what its GPU computes natively.
         micro_batch: instead of ``train.micro_batch_size``.
-
-    Raises:
-        UserError: the batch sizes do not divide, or the model cannot be built or traced.
     """
     if micro_batch is not None:
         subject = subject.changed("train", micro_batch_size=micro_batch)
@@ -132,16 +129,17 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
         parts[FRAGMENTS] = int(_FRAGMENTS * traced.total())
         if subject.compile != "off":
             remarks.append("train.compile is not in the figures: compiled blocks keep as much or less")
-    capacity = subject.gpu.memory if subject.gpu else _cpu_memory() // subject.gpus_per_node
+    available = psutil.virtual_memory().total  # of this machine, or what its cgroup may use
+    for file in map(Path, _CPU_LIMITS):
+        with suppress(OSError, ValueError):  # it is not there; "max"
+            available = min(available, int(file.read_text()))
+    capacity = subject.gpu.memory if subject.gpu else available // subject.gpus_per_node
     return Memory(dict((+parts).most_common()), capacity, in_evaluation, remarks)
 
 
 def largest_micro_batch(subject: Subject) -> int:
-    """The largest micro-batch size that fits, of those that the run may have; 0: not even the smallest.
-
-    Raises:
-        UserError: no size divides the global batch by the number of processes.
-    """
+    """The largest micro-batch size that fits, of those that the run may have; 0: not even the smallest. Raises UserError: no
+    size divides the global batch by the number of processes."""
     sizes = fitting_micro_batches(subject.config.train, subject.world_size, subject.config.augment.unit)
     if plan_memory(subject, sizes[-1]).fits:  # as with a small model
         return sizes[-1]
@@ -212,12 +210,3 @@ def _trained_parameters(model: str, train: str) -> int:
     with torch.device("meta"):
         built = model_of(Config(model=ModelConfig.model_validate_json(model), train=TrainConfig.model_validate_json(train)))
     return sum(parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
-
-
-def _cpu_memory() -> int:
-    """Bytes of this machine, or that its cgroup may use."""
-    total = psutil.virtual_memory().total
-    for file in map(Path, _CPU_LIMITS):
-        with suppress(OSError, ValueError):  # it is not there; "max"
-            total = min(total, int(file.read_text()))
-    return total

@@ -1,7 +1,5 @@
 """Write the page and the JSON of a plan: memory by part, what to change where it does not fit, time, length and storage."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,15 +37,12 @@ def text(subject: Subject, memory: Memory, time: Time, passed_over: str | None =
             f"data.size_schedule is left out: memory and time are those of {side} px throughout, the most that they can be."
         )
     notes = [f"note: {remark}" for remark in (*memory.remarks, largest, passed_over) if remark]
-    pages = [_title(subject, memory), *(_section(*section) for section in {**sections, **time_sections(time)}.items())]
+    pages = [_title(subject, memory)]
+    for title, rows in {**sections, **time_sections(time)}.items():  # a headline and its rows, in two columns
+        rows = list(rows)
+        width = max(len(name) for name, _ in rows)
+        pages.append("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)]))
     return "\n\n".join([*pages, *(["\n".join(notes)] if notes else [])])
-
-
-def _section(title: str, rows: Rows) -> str:
-    """A headline and its rows, in two columns."""
-    rows = list(rows)
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
 def figures(subject: Subject, memory: Memory, time: Time) -> dict[str, Any]:

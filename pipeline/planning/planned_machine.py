@@ -8,8 +8,6 @@ The engine's allocations are those of :mod:`pipeline.optim.plain_engine`, or of 
 with the settings of :func:`pipeline.optim.engine.deepspeed_config`, of the rank that holds most.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -91,13 +89,6 @@ def _triton_attention(trace: Trace, q: Tensor, k: Tensor, v: Tensor, log_phi: Te
     return _packed_attention(trace, torch.stack([part.transpose(1, 2) for part in (q, k, v)], 2), log_phi).transpose(1, 2)
 
 
-def _sdpa(trace: Trace, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *_: Any, **more: Any) -> Tensor:
-    """PyTorch's attention on a GPU, which writes the bias's gradient for every image."""
-    q, k, v = _cast(q, k, v)
-    bias = None if attn_mask is None else _cast(attn_mask)[0].expand(*q.shape[:-1], k.shape[-2])
-    return _Fused.apply(trace, q, k, v, bias)
-
-
 class _CudaFunctions(TorchFunctionMode):
     """CUDA's autocast beyond that of the CPU, and its fused attention."""
 
@@ -108,7 +99,11 @@ class _CudaFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "").strip("_")
         if func is F.scaled_dot_product_attention:
-            return _sdpa(self._trace, *args, **kwargs)
+            # PyTorch's attention on a GPU, which writes the bias's gradient for every image.
+            q, k, v = _cast(*args[:3])
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            bias = None if mask is None else _cast(mask)[0].expand(*q.shape[:-1], k.shape[-2])
+            return _Fused.apply(self._trace, q, k, v, bias)
         casts = torch.is_autocast_enabled("cpu") and [getattr(value, "dtype", None) is torch.bfloat16 for value in args]
         if casts and name in _FLOAT32:
             args = tuple(value.float() if cast else value for value, cast in zip(args, casts))
@@ -124,8 +119,7 @@ def _cast(*tensors: Tensor) -> list[Tensor]:
 
 
 class _Fused(torch.autograd.Function):
-    """Attention as PyTorch's fused kernels do it: what they allocate and keep, and one operator. q, k, v (..., N, head_dim); bias
-    (..., N, N)."""
+    """What PyTorch's fused attention allocates and keeps, as one operator. q, k, v (..., N, head_dim); bias (..., N, N)."""
 
     @staticmethod
     def forward(ctx: Any, trace: Trace, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:

@@ -4,8 +4,6 @@ An operator takes the slower of computing and moving bytes (Williams et al., "Ro
 links of a node and the network between nodes.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable
@@ -77,10 +75,8 @@ class GpuRates:
         half = operator.dtype in (torch.bfloat16, torch.float16)
         peak = self.gpu.bf16_flops if half else self.gpu.fp32_flops
         if peak is None:
-            raise UserError(
-                f"train.precision=bf16 requires a GPU with bf16, got {self.gpu.name}",
-                "set train.precision=fp32, or choose another GPU",
-            )
+            problem = f"train.precision=bf16 requires a GPU with bf16, got {self.gpu.name}"
+            raise UserError(problem, "set train.precision=fp32, or choose another GPU")
         share = self.shares[operator.kind] if half or operator.kind != PRODUCT else _SINGLE
         return max(operator.flops / (peak * share), least)
 
@@ -106,17 +102,18 @@ class CpuRates:
     def source(self) -> str:
         cores = len(os.sched_getaffinity(0))
         busy = f", while {self.load:.0f} processes wanted its {cores} cores" if self.load > _BUSY * cores else ""
-        return (
-            f"measured on this machine, {counted(self.threads, 'thread')}: {self.product / 1e9:.0f} GFLOP/s in products, "
-            f"{self.bandwidth[-1] / 1e9:.1f} GB/s of memory{busy}"
-        )
+        speed = f"{self.product / 1e9:.0f} GFLOP/s in products, {self.bandwidth[-1] / 1e9:.1f} GB/s of memory{busy}"
+        return f"measured on this machine, {counted(self.threads, 'thread')}: {speed}"
 
     @property
     def copies(self) -> float:
         return self.bandwidth[-1]
 
     def seconds(self, operator: Operator) -> float:
-        moving = operator.bytes / self._bandwidth_at(operator.bytes)
+        logarithm = np.interp(
+            np.log(max(operator.bytes, 1)), np.log(_SIZES), np.log(self.bandwidth)
+        )  # between the measured sizes
+        moving = operator.bytes / float(np.exp(logarithm))
         if operator.kind == MAP:
             computing = operator.elements * self.elementary if operator.name in TRANSCENDENTAL else 0.0
         elif operator.kind == ATTENTION:
@@ -129,10 +126,6 @@ class CpuRates:
             computing = operator.flops / (rate * (_BATCHED_SHARE if "b" in operator.name else _LINEAR_SHARE))
         return max(computing, moving) + self.host
 
-    def _bandwidth_at(self, moved: int) -> float:
-        """Between the measured sizes by the logarithm."""
-        return float(np.exp(np.interp(np.log(max(moved, 1)), np.log(_SIZES), np.log(self.bandwidth))))
-
 
 # How fast a device computes: ``seconds`` of an operator, ``host`` seconds of the CPU to start one, during which a GPU may be busy with
 # others, ``copies`` in bytes per second, and the ``source`` of it all.
@@ -141,11 +134,7 @@ Rates = GpuRates | CpuRates
 
 def measure_cpu(precision: str, clock: Callable[[], float] = time.perf_counter) -> CpuRates:
     """Measure this process's share of the machine by a small operator of each kind, at PyTorch's number of threads.
-
-    Args:
-        precision: of products, "bf16" or "fp32".
-        clock: seconds; ``time.process_time`` on a machine that others use, with one thread.
-    """
+    ``precision``: of products, "bf16" or "fp32". ``clock``: seconds; ``time.process_time`` where others compute."""
     least, dtype = partial(_least, clock), torch.bfloat16 if precision == "bf16" else torch.float32
     matrices = torch.randn(2, 1024, 1024)
     a, b = matrices.to(dtype)

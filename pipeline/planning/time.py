@@ -3,8 +3,6 @@
 The figures of an earlier run replace those of the model of a step, and the loader bounds it by the CPU cores that a node has.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from dataclasses import dataclass

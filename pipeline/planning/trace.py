@@ -3,8 +3,6 @@
 The tensors are PyTorch's fake ones: sizes are exact, nothing is allocated, and no GPU is needed.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections import Counter
@@ -77,21 +75,15 @@ class Trace(TorchDispatchMode):
     every operator that moves data is written down while :meth:`recording`.
 
     PyTorch's own ``MemTracker`` counts memory in a private module, with labels of its own and hooks on every module.
-
-    Attributes:
-        live: bytes by label, now; total: their sum.
-        peak: bytes by label at the moment at which their sum was largest; peak_total: that sum.
-        operators: in order.
-        kept: numbers of the memory that is needed after the operators.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-        self.total = self.peak_total = 0
+        self.live: Counter[str] = Counter()  # bytes by label, now
+        self.peak: Counter[str] = Counter()  # at the moment at which their sum was largest
+        self.total = self.peak_total = 0  # these sums
         self.operators: list[Operator] = []
-        self.kept: set[int] = set()
+        self.kept: set[int] = set()  # numbers of the memory that is needed after the operators
         self._label = "other"
         self._records = self._backward = False
         self._memory: dict[int, _Memory] = {}  # by the address of the storage
@@ -242,12 +234,7 @@ def _convolution(name: str, args: Any, result: Any) -> tuple[str, float]:
 
 def fused(operators: Sequence[Operator], kept: set[int]) -> list[Operator]:
     """What a compiler makes of them: adjacent bandwidth-bound operators become one, which reads what others have written and writes what
-    others read.
-
-    Args:
-        operators: in order.
-        kept: numbers of the memory that is read after the last of them.
-    """
+    others read. ``operators``: in order; ``kept``: numbers of the memory that is read after the last of them."""
     last_read: dict[int, int] = {}
     for place, operator in enumerate(operators):
         for number, _ in operator.reads:

@@ -1,7 +1,5 @@
 """Trace a training step and an evaluation on tensors without values: what is in memory when most is, and what the device runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,13 +53,8 @@ class TracedStep:
 def trace_step(config: Config, layout: Layout) -> TracedStep:
     """Trace one optimizer step, not the first, whose optimizer state is not there yet.
 
-    Of several micro-batches the last is traced, with what the others leave.
-
-    Args:
-        config: with ``train.precision`` and the micro-batch settled.
-
-    Raises:
-        UserError: the model cannot be built, or does not run without values.
+    Of several micro-batches the last is traced, with what the others leave. ``config``: with ``train.precision`` and the
+    micro-batch settled. Raises UserError: the model cannot be built, or does not run without values.
     """
     train, side = config.train, config.model.image_size
     teacher, _ = fake_teacher(config)
@@ -162,10 +155,9 @@ def _fake_run(config: Config, layout: Layout) -> Iterator[tuple[VisionModel, Eng
             except (RuntimeError, NotImplementedError, TypeError) as error:
                 if config.model.name in list_models():
                     raise
-                raise UserError(
-                    f"model.name is {config.model.name}, whose step cannot be planned without values of tensors ({first_line(error)[:200]})",
-                    "measure it instead: pipeline.train with train.max_steps=100, then --measured with its output_dir",
-                ) from None
+                reason = f"whose step cannot be planned without values of tensors ({first_line(error)[:200]})"
+                remedy = "measure it instead: pipeline.train with train.max_steps=100, then --measured with its output_dir"
+                raise UserError(f"model.name is {config.model.name}, {reason}", remedy) from None
 
 
 def _phi_labelled(model: VisionModel, trace: Trace) -> Any:
@@ -184,11 +176,8 @@ def _phi_labelled(model: VisionModel, trace: Trace) -> Any:
 
 
 def fake_teacher(config: Config) -> tuple[nn.Module | None, str]:
-    """Build the network that teaches (``train.teacher``), in eval mode on PyTorch's meta device.
-
-    Returns:
-        None if there is none, or if it is not at hand; and in the latter case a sentence that says why.
-    """
+    """Build the network that teaches (``train.teacher``), in eval mode on PyTorch's meta device. Returns None if there is none,
+    or if it is not at hand; and in the latter case a sentence that says why."""
     train, missing = config.train, "the teacher is not in the figures:"
     if not train.teacher:
         return None, ""

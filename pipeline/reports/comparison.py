@@ -1,7 +1,5 @@
 """Compare several runs: which differ only in their seed, in what the others differ, and how they ended."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Draw curves as plotly figures, long ones thinned so that no spike is lost; show those of a training, and its speed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -100,7 +98,9 @@ def curve_figure(
     starts = [mark.step for mark in marks if mark.kind == "start"][:_MOST_LINES]
     shapes = [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "opacity": 0.6,
                "line": {"color": COLOURS[7], "width": 1, "dash": "dot"}} for x in starts]  # fmt: skip
-    vertical = {"type": "log", "dtick": 1, "minor": {"showgrid": True}} if log and _decades(curves) > 1 else {}
+    values = np.concatenate([curve.values[curve.values > 0] for curve in curves]) if log else np.empty(0)
+    decades = float(np.log10(values.max() / values.min())) if len(values) else 0.0
+    vertical = {"type": "log", "dtick": 1, "minor": {"showgrid": True}} if log and decades > 1 else {}
     layout: dict[str, Any] = {
         "title": plot_title(title + (f" ({unit})" if unit else "")),
         "xaxis": {"tickformat": "~s"}, "yaxis": vertical,
@@ -121,11 +121,6 @@ def _trace(curve: Curve, colour: str) -> dict[str, Any]:
         "type": "scatter", "mode": "lines+markers" if dotted else "lines", "name": escape(curve.name),
         "x": numbers(steps), "y": numbers(values), "opacity": 0.35 if curve.faint else 1, "line": line, "marker": {"size": 5},
     }  # fmt: skip
-
-
-def _decades(curves: Sequence[Curve]) -> float:
-    values = np.concatenate([curve.values[curve.values > 0] for curve in curves])
-    return float(np.log10(values.max() / values.min())) if len(values) else 0.0
 
 
 def plot_title(text: str) -> dict[str, object]:

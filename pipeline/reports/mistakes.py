@@ -1,7 +1,5 @@
 """Show what the model confuses: accuracy per class, confusions, pictures of mistakes and of narrow hits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from html import escape
 
@@ -24,14 +22,11 @@ _LONGEST_NAME = 28  # characters of a class's name in a figure
 
 
 class Pictures:
-    """Reads images of a data set.
+    """Reads images of a data set. Raises UserError: there is no data set.
 
     Args:
         folder: with shards or with images.
         classes: class names in index order, for a folder of images.
-
-    Raises:
-        UserError: there is no data set.
     """
 
     def __init__(self, folder: Place, classes: list[str]) -> None:

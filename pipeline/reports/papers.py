@@ -1,8 +1,5 @@
 """Find what the papers say: the recipe that a run's config comes from, with its figure, and a table by its name."""
 
-from __future__ import annotations
-
-import difflib
 import re
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +9,7 @@ from typing import Any
 from pipeline.config import decides_weights, find_recipe, load_config
 from pipeline.config.loading import shipped_names, shipped_recipe
 from pipeline.config.tables import ABLATIONS, PaperRow, PaperTable, heading, paper_tables
-from pipeline.errors import UserError
+from pipeline.errors import UserError, did_you_mean
 from pipeline.runs.folder import RunFolder, flat_config
 
 # No figure of a paper is about these, beside the keys that do not decide the weights.
@@ -98,16 +95,11 @@ def _model(recipe: Path | PaperRow) -> str:
 
 
 def find_table(name: str) -> PaperTable:
-    """A table by its name.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """A table by its name. Raises UserError: there is none of that name."""
     tables = paper_tables()
     if name in tables:
         return tables[name]
-    close = difflib.get_close_matches(name, tables, n=1)
-    remedy = f"did you mean {close[0]}?" if close else "`pervit report --table list` lists them."
+    remedy = did_you_mean(name, tables, "`pervit report --table list` lists them.")
     raise UserError(f"--table must be a table of the papers, got {name}: {remedy}")
 
 
@@ -115,10 +107,9 @@ def list_tables() -> str:
     """A line for each table, below its paper."""
     widest, papers = max(map(len, paper_tables())), []
     for paper, tables in groupby(paper_tables().values(), key=lambda table: table.paper):
-        lines = [f"  {table.name:<{widest}}  {table.title} ({_to_train(table)} rows to train)" for table in tables]
+        lines = [
+            f"  {table.name:<{widest}}  {table.title} ({sum(row.config is not None for row in table.rows)} rows to train)"
+            for table in tables
+        ]
         papers.append("\n".join([paper, *lines]))
     return "\n\n".join(papers)
-
-
-def _to_train(table: PaperTable) -> int:
-    return sum(row.config is not None for row in table.rows)

@@ -1,7 +1,5 @@
 """Read the table of ``pipeline.evaluate --predictions FILE``, derive accuracy by class, confusions and mistakes."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import dataclass
@@ -70,11 +68,7 @@ class Predictions:
 
 
 def find_predictions(run: Path, given: Path | None) -> Path | None:
-    """The file that was given, or the one in the run folder; None if there is none.
-
-    Raises:
-        UserError: the given one does not exist.
-    """
+    """The file that was given, or the one in the run folder; None: neither. Raises UserError: the given one is missing."""
     if given and not given.is_file():
         raise UserError(f"--predictions {given} does not exist", _MAKE)
     places = (run / f"predictions{ending}" for ending in reversed(ENDINGS))
@@ -82,11 +76,7 @@ def find_predictions(run: Path, given: Path | None) -> Path | None:
 
 
 def read_predictions(path: Path) -> Predictions:
-    """Read a parquet, CSV or JSON lines file.
-
-    Raises:
-        UserError: it cannot be read, or a column is missing or not of its kind.
-    """
+    """Read a parquet, CSV or JSON lines file. Raises UserError: it cannot be read, or a column is missing or wrong."""
     try:
         columns = _columns(path)
     except UserError:

@@ -1,7 +1,5 @@
 """Put the page about one run together: its result beside the paper's, the story of its starts, the other sections."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +34,7 @@ class Sources:
 
 
 def run_page(run: RunFolder, sources: Sources) -> str:
-    """The HTML of a run's page.
-
-    Raises:
-        UserError: a source that was given cannot be read, or plotly is not installed.
-    """
+    """The HTML of a run's page. Raises UserError: a source that was given cannot be read, or plotly is not installed."""
     starts, recipe, problems = starts_of(run), paper_recipe(run), list(run.problems)
     if sources.analysis and not (sources.analysis / "analysis.json").is_file():
         raise UserError(f"--analysis {sources.analysis} has no analysis.json", "make it with `pervit analyze`")

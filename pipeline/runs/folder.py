@@ -1,7 +1,5 @@
 """Read a run folder as a whole: its files, every row of ``metrics.jsonl``, its state, its starts; and find the run folders below a folder."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass
@@ -57,11 +55,7 @@ class RunFolder(RunFiles):
 
     @cached_property
     def settings(self) -> Config:
-        """The config, validated.
-
-        Raises:
-            UserError: it cannot be read or is not valid.
-        """
+        """The config, validated. Raises UserError: it cannot be read or is not valid."""
         if not self.config:
             raise UserError(f"{self.path}: {self.problems[0] if self.problems else 'it has no config.'}")
         return config_from_dict(self.config, str(self.path / CONFIG))
@@ -230,11 +224,7 @@ def _count(value: Any) -> int | None:
 
 
 def read_run(path: Path) -> RunFolder:
-    """Read a run folder, a run's ``output_dir``.
-
-    Raises:
-        UserError: there is no such folder, or nothing in it is of a run.
-    """
+    """Read a run folder, a run's ``output_dir``. Raises UserError: there is no such folder, or nothing in it is of a run."""
     problem = ""
     if not path.is_dir():
         problem = "must be a run folder, got a file" if path.exists() else "does not exist"

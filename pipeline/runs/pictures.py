@@ -4,8 +4,6 @@ An event file is a sequence of records: length (8 bytes), checksum (4), an ``Eve
 start repeats are left out, as TensorBoard does: a file says from which step on it takes the place of earlier ones.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from contextlib import suppress
@@ -52,11 +50,7 @@ class Found:
 
 
 class PictureFiles:
-    """The pictures that count, as the files grow.
-
-    Args:
-        folder: ``RUN/tensorboard``, which need not exist yet.
-    """
+    """The pictures that count, as the files grow. ``folder``: ``RUN/tensorboard``, which need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -87,11 +87,8 @@ class Tail:
         return self._file is not None and ((now.st_dev, now.st_ino) != self._file or now.st_size < self._place)
 
     def lines(self) -> Iterator[bytes]:
-        """Whole lines that were not read before; the next call goes on where this one was left.
-
-        Raises:
-            OSError: the file cannot be read; not if it does not exist.
-        """
+        """Whole lines that were not read before; the next call goes on where this one was left. Raises OSError: the file cannot
+        be read; not if it does not exist."""
         with suppress(FileNotFoundError), open(self.path, "rb") as file:
             there = os.fstat(file.fileno())
             self._file = (there.st_dev, there.st_ino)

@@ -8,8 +8,6 @@ one PNG in ImageNet does. Images that Pillow cannot decode are rejected, as are 
 exhaust decoders. EXIF is not parsed and may be malformed; orientation is ignored in writing and in reading.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import warnings
@@ -79,11 +77,8 @@ class StoredImage:
 
 
 def prepare_image(data: bytes, rules: ImageRules, name: str = "") -> StoredImage:
-    """Check one encoded image and convert it to the stored form. A file whose name is that of a JPEG is stored as one.
-
-    Raises:
-        Rejected: empty, truncated, too many scans, or Pillow cannot decode it.
-    """
+    """Check one encoded image and convert it to the stored form. A file whose name is that of a JPEG is stored as one. Raises
+    Rejected: empty, truncated, too many scans, or Pillow cannot decode it."""
     if not data:
         raise Rejected("an empty file")
     try:

@@ -3,8 +3,6 @@
 Images are checked and re-encoded as when shards are written, so that results are identical.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from abc import abstractmethod
@@ -63,14 +61,12 @@ class CheckedImages(Samples):
 
 
 class ImageFolder(CheckedImages):
-    """Samples from a folder of image files (``IMAGE_SUFFIXES``).
+    """Samples from a folder of image files (``IMAGE_SUFFIXES``). Raises UserError: the folder is missing or has no images, or a
+    class folder is not in ``classes``.
 
     Args:
         folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG``, also in folders of a class; then :attr:`split` is None.
         classes: class names in index order; a class without a folder has no images. None: the folders, sorted.
-
-    Raises:
-        UserError: the folder is missing or has no images, or a class folder is not in ``classes``.
     """
 
     def __init__(self, folder: Path, split: str, classes: Sequence[str] | None) -> None:
@@ -84,17 +80,13 @@ class ImageFolder(CheckedImages):
         number = {name: label for label, name in enumerate(self.classes)}
         unknown = [name for name in folders if name not in number]
         if unknown:
-            raise UserError(
-                f"the folders of {self.folder} must be classes of the model ({len(self.classes)}: {first_few(self.classes)}), got "
-                f"{len(unknown)} others ({first_few(unknown)})",
-                "rename or remove them, or pass images of the data set that it was trained on",
-            )
+            must = f"the folders of {self.folder} must be classes of the model ({len(self.classes)}: {first_few(self.classes)})"
+            remedy = "rename or remove them, or pass images of the data set that it was trained on"
+            raise UserError(f"{must}, got {len(unknown)} others ({first_few(unknown)})", remedy)
         self._files = [f"{name}/{file}" for name in folders for file, image in walk_images(self.folder / name) if image]
         if not self._files:
-            raise UserError(
-                f"{self.folder} must have a {MANIFEST} or images, got 0 images in {len(folders)} class folders",
-                f"pass a folder with shards, or one that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG",
-            )
+            problem = f"{self.folder} must have a {MANIFEST} or images, got 0 images in {len(folders)} class folders"
+            raise UserError(problem, f"pass a folder with shards, or one that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG")
         self.labels = np.array([number[name.partition("/")[0]] for name in self._files])  # (n,)
 
     def __len__(self) -> int:
@@ -126,9 +118,8 @@ def check_data(path: Place) -> None:
     """Check that ``--data`` can be a shard set or a folder of images: a URL, or a folder. Raises UserError."""
     if not isinstance(path, RemotePath) and not path.is_dir():
         found = f"the file {path}" if path.exists() else f"{path}, which does not exist"
-        raise UserError(
-            f"--data must be a folder, got {found}", "pass a folder with shards, or one with a folder of images per class"
-        )
+        problem = f"--data must be a folder, got {found}"
+        raise UserError(problem, "pass a folder with shards, or one with a folder of images per class")
 
 
 def open_split(path: Place, split: str, classes: Sequence[str] | None) -> ShardSet | ImageFolder:

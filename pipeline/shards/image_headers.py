@@ -17,8 +17,6 @@ Alpha is dropped, as Pillow's ``convert("RGB")`` drops it. All others are stored
 cuts them off, ignores that a TIFF is rotated, which Pillow does not, and cannot read WebP with some EXIF blocks.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import struct
@@ -59,11 +57,8 @@ class FrameHeader(NamedTuple):
 
 
 def jpeg_header(data: bytes) -> FrameHeader:
-    """Parse the frame header of a complete JPEG (ITU-T T.81, Annex B), more strictly than decoders do.
-
-    Raises:
-        ValueError: not a JPEG, or a damaged header; a CutOff or TooManyScans.
-    """
+    """Parse the frame header of a complete JPEG (ITU-T T.81, Annex B), more strictly than decoders do. Raises ValueError: not a
+    JPEG, or a damaged header; a CutOff or TooManyScans."""
     if data[:2] != _SOI:
         raise ValueError("not a JPEG")
     _check_scans(data)  # first, because decoders continue past damage in the header
@@ -140,15 +135,14 @@ def _is_kept_png(data: bytes, image: Image.Image) -> bool:
         place += 12 + length
     # Pillow leaves missing rows black, DALI fails.
     channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
-    size, stream = _png_bytes(*image.size, bits * channels, bool(interlaced)), zlib.decompressobj()
+    # Bytes of the rows, each with the number of its filter, of all seven passes if it is interlaced (Adam7).
+    passes, (width, height), size = _ADAM7 if interlaced else ((0, 0, 1, 1),), image.size, 0
+    for left, top, across, down in passes:
+        columns, rows = -(-(width - left) // across), -(-(height - top) // down)
+        if columns > 0 and rows > 0:
+            size += rows * (1 + (columns * bits * channels + 7) // 8)
+    stream = zlib.decompressobj()
     return len(stream.decompress(b"".join(packed), size + 1)) == size and stream.eof
-
-
-def _png_bytes(width: int, height: int, bits: int, interlaced: bool) -> int:
-    """Bytes of a PNG's rows, each with the number of its filter, of all seven passes if it is interlaced (Adam7)."""
-    passes = _ADAM7 if interlaced else ((0, 0, 1, 1),)
-    sizes = [(-(-(width - left) // across), -(-(height - top) // down)) for left, top, across, down in passes]
-    return sum(rows * (1 + (columns * bits + 7) // 8) for columns, rows in sizes if columns > 0 and rows > 0)
 
 
 def _is_kept_webp(data: bytes, image: Image.Image) -> bool:

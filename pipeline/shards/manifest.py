@@ -1,7 +1,6 @@
 """Read, write and validate the index of a shard set: ``manifest.json`` and the sample tables ``*-samples.npy``.
 
-This is the contract between the writer and the readers of shards. Both are validated when they are read, so that no later use of a
-value can fail.
+The contract between writer and readers of shards, validated when it is read, so that no later use of a value can fail.
 """
 
 from __future__ import annotations
@@ -166,10 +165,8 @@ def find_manifest(folder: Path) -> Path:
     if path.is_file():
         return path
     if unfinished := ", ".join(name for name in ("train", "val") if in_progress_file(folder, name).exists()):
-        raise UserError(
-            f"{path} is missing because the sharding of {unfinished} into this folder was not finished",
-            "run the same sharding command again, which writes the missing shards",
-        )
+        problem = f"{path} is missing because the sharding of {unfinished} into this folder was not finished"
+        raise UserError(problem, "run the same sharding command again, which writes the missing shards")
     if _holds_images(folder):
         first = "move its images into a folder for each class, then " if _holds_images(folder, depth=1) else ""
         remedy = f"{first}write shards of it with pervit shard --source {folder} --output DIR"

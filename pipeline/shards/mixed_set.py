@@ -1,7 +1,5 @@
 """Read several shard sets as one training split: ``data.path`` and those of ``data.mix``, with their classes matched by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -24,13 +22,11 @@ class MixedSet(Samples):
     """Samples of several sets, numbered one set after another; an epoch may show more of them or fewer.
 
     A class of a further set is the class of the first set with the same identifier or, failing that, the same readable name.
+    Raises UserError: a set has a class that the first one lacks.
 
     Args:
         first: its classes are those of the model; its images have weight 1.
         further: set -> weight: how often an epoch shows each of its images, on average.
-
-    Raises:
-        UserError: a set has a class that the first one lacks.
     """
 
     def __init__(self, first: ShardSet, further: Mapping[ShardSet, float]) -> None:
@@ -112,11 +108,8 @@ def of_mix(error: UserError) -> UserError:
 def open_training_set(
     path: str | os.PathLike[str], mix: Mapping[str, float], readers: int = 1, *, cache: ShardCache | None = None
 ) -> ShardSet | MixedSet:
-    """Open the training split of ``data.path``, with those of ``data.mix``, each path with its weight, if there are any.
-
-    Raises:
-        UserError: a set cannot be opened (the message names its key), or has a class that ``data.path`` lacks.
-    """
+    """Open the training split of ``data.path``, with those of ``data.mix``, each path with its weight, if there are any. Raises
+    UserError: a set cannot be opened (the message names its key), or has a class that ``data.path`` lacks."""
     first = ShardSet(path, "train", readers, cache=cache)
     if not mix:
         return first
@@ -128,9 +121,8 @@ def open_training_set(
         except UserError as error:
             raise of_mix(error) from None
         if (other := places.setdefault(_place(shards), folder)) is not folder:
-            raise UserError(
-                f"data.mix must name different sets, got {folder} and {other}, which are the same place", "remove one of them"
-            )
+            problem = f"data.mix must name different sets, got {folder} and {other}, which are the same place"
+            raise UserError(problem, "remove one of them")
         further[shards] = weight
     return MixedSet(first, further)
 
@@ -148,8 +140,7 @@ def _labels(shards: ShardSet, first: ShardSet) -> np.ndarray:
         spoken = {}  # two classes of one name, such as ImageNet's cranes: names identify none
     labels = [number.get(name, spoken.get(called)) for name, called in zip(shards.classes, shards.class_names)]
     if unknown := [name for name, label in zip(shards.class_names, labels) if label is None]:
-        raise UserError(
-            f"data.mix: the classes of {shards.folder} must be among those of {first.folder}, got {len(unknown)} others ({first_few(unknown)})",
-            "shard it with class folders or --class-names as there, or make the set with all classes data.path",
-        )
+        problem = f"data.mix: the classes of {shards.folder} must be among those of {first.folder}"
+        remedy = "shard it with class folders or --class-names as there, or make the set with all classes data.path"
+        raise UserError(f"{problem}, got {len(unknown)} others ({first_few(unknown)})", remedy)
     return np.array(labels, dtype=np.int64)

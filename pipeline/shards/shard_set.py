@@ -48,15 +48,12 @@ _BLOCK = 512  # bytes: headers and data in a tar are aligned to it
 
 
 class ShardSet(Samples):
-    """One split of a shard set, opened for reading; ``samples`` is a memory-mapped array (n,) of ``SAMPLE_DTYPE``.
+    """One split of a shard set, opened for reading; ``samples`` is a memory-mapped array (n,) of ``SAMPLE_DTYPE``. Raises
+    UserError: folder, manifest, split, tar or index missing, file sizes other than in the manifest, or a damaged sample table.
 
     Args:
         folder, split, readers: as of :func:`open_files`.
         cache: of the node; None: none.
-
-    Raises:
-        UserError: folder, manifest, split, tar or index missing, file sizes other than in the manifest, or a damaged sample
-            table.
     """
 
     def __init__(
@@ -111,11 +108,8 @@ class ShardSet(Samples):
         return sample_key(shard, int(index) - self._first_of_shard[shard])
 
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
-        """Each image is verified by its checksum. A failed read is retried once, from the new file if the tar was replaced meanwhile.
-
-        Raises:
-            UserError: the store is away, or the limit on open files is reached.
-        """
+        """Each image is verified by its checksum. A failed read is retried once, from the new file if the tar was replaced
+        meanwhile. Raises UserError: the store is away, or the limit on open files is reached."""
         ranges = [self._range(index) for index in indices]
         images = []
         for index, wanted, data in zip(indices, ranges, self.files.read_many(ranges)):

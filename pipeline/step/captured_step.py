@@ -8,8 +8,6 @@ on the host (:func:`what_hinders`), and all that outlives a step must be in memo
 graph, which also compiles kernels, connects NCCL, and makes the optimizer's state. Capturing launches nothing and changes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -42,15 +40,13 @@ class CapturedStep:
     """A step as a graph, called as :func:`~pipeline.step.train_step.compute_step`.
 
     It has the memory that a step takes besides what outlives it, for as long as it exists. It must not exist any more when process
-    groups are destroyed: NCCL waits for the graphs that have its kernels.
+    groups are destroyed: NCCL waits for the graphs that have its kernels. Raises Exception: of any kind, from PyTorch or CUDA:
+    something in the step cannot be captured. The state is as before.
 
     Args:
         state: of which a step was taken.
         batch: like all that follow, in shape, type and layout.
         seed: any, for noise of the right shape.
-
-    Raises:
-        Exception: of any kind, from PyTorch or CUDA: something in the step cannot be captured. The state is as before.
     """
 
     def __init__(self, state: TrainState, batch: Batch, seed: int) -> None:

@@ -1,7 +1,5 @@
 """Compute the training loss: that of images which mix two labels, and that of a teacher's decision beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,21 +81,17 @@ def hard_distillation_loss(loss: Tensor, scores: Tensor, teacher_scores: Tensor,
 
     Hard distillation (Touvron et al., "Training data-efficient image transformers", ICML 2021, Eq. 3): the teacher's predicted class
     is a second label for the student. ConViT's Appendix B (Table 4) uses this form: its DeiT figures, 80.9 and 83.0, are those of hard
-    distillation through the class token, so no student here needs a distillation token.
+    distillation through the class token, so no student here needs a distillation token. Raises UserError: student and teacher
+    have different numbers of classes.
 
     Args:
         loss: (), the student's loss against the labels, with Mixup and label smoothing as usual.
         scores: (B, classes), the student's logits, any floating type.
         teacher_scores: (B, classes), the teacher's logits for the same augmented images, in eval mode, without gradients.
-
-    Raises:
-        UserError: student and teacher have different numbers of classes.
     """
     if scores.shape != teacher_scores.shape:
-        raise UserError(
-            f"train.teacher must score the model's {scores.shape[-1]} classes for each of {len(scores)} images, got "
-            f"{teacher_scores.shape[-1]} for {len(teacher_scores)}",
-            "choose a teacher that was trained on the same classes",
-        )
+        must = f"train.teacher must score the model's {scores.shape[-1]} classes for each of {len(scores)} images"
+        problem = f"{must}, got {teacher_scores.shape[-1]} for {len(teacher_scores)}"
+        raise UserError(problem, "choose a teacher that was trained on the same classes")
     decisions = teacher_scores.argmax(dim=-1)  # (B,)
     return (1 - teacher_share) * loss + teacher_share * F.cross_entropy(scores.float(), decisions)

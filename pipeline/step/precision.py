@@ -1,7 +1,5 @@
 """Choose the precision, bf16 where all devices have instructions for it, else fp32; let sums be added in a fixed order."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
@@ -43,10 +41,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 def choose_precision(asked: str, begun_with: str | None, world: World) -> Precision:
     """Settle ``train.precision`` for all ranks alike: one without bf16 instructions decides for all. Collective.
-
-    Args:
-        begun_with: the precision of the run so far, which "auto" keeps; None for a new run.
-    """
+    ``begun_with``: the precision of the run so far, which "auto" keeps; None for a new run."""
     everywhere, why = native_on_all(world)
     fitting = BF16 if everywhere else FP32
     if asked != AUTO:
@@ -57,19 +52,14 @@ def choose_precision(asked: str, begun_with: str | None, world: World) -> Precis
         chosen, reason = begun_with, f"the run was started with it; a new one would take {fitting} here ({why})"
     warning = None
     if chosen == BF16 and not everywhere:
-        warning = (
-            f"train.precision is bf16, but {why}: it is emulated, and a training step takes {_SLOWDOWN} as long as in fp32; "
-            f"begin a new run with train.precision=auto or fp32."
-        )
+        slow = f"it is emulated, and a training step takes {_SLOWDOWN} as long as in fp32"
+        warning = f"train.precision is bf16, but {why}: {slow}; begin a new run with train.precision=auto or fp32."
     return Precision(chosen, reason, warning)
 
 
 def choose_evaluation_precision(trained_in: str, asked: str, world: World) -> Precision:
-    """The precision to evaluate a trained model in. Collective.
-
-    Args:
-        asked: "auto", which keeps the training's unless it would be emulated; "bf16" or "fp32".
-    """
+    """The precision to evaluate a trained model in. Collective. ``asked``: "auto", which keeps the training's unless it would
+    be emulated; "bf16" or "fp32"."""
     everywhere, why = native_on_all(world)
     if asked != AUTO:
         return Precision(asked, "as asked for")
@@ -110,7 +100,6 @@ def refusals_explained() -> Iterator[None]:
     except RuntimeError as error:
         if not torch.are_deterministic_algorithms_enabled() or not (refused := _REFUSAL.search(str(error))):
             raise
-        raise UserError(
-            f"train.deterministic=true requires a deterministic form of {refused[1]}, which the model uses, got none on this device",
-            "set train.deterministic=false, or train on CPUs",
-        ) from None
+        form = f"a deterministic form of {refused[1]}, which the model uses, got none on this device"
+        remedy = "set train.deterministic=false, or train on CPUs"
+        raise UserError(f"train.deterministic=true requires {form}", remedy) from None

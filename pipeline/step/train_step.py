@@ -1,7 +1,5 @@
 """Take a training step: forward and backward passes of its micro-batches, then the optimizer, the weight average and BatchNorm."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,15 +37,11 @@ class TrainState:
 
 
 class Answer:
-    """Whether the step with a gradient norm, (), was taken, which a GPU may know only later.
-
-    Attributes:
-        late: whether to ask now would wait for the GPU.
-    """
+    """Whether the step with a gradient norm, (), was taken, which a GPU may know only later."""
 
     def __init__(self, norm: Tensor | float) -> None:
         self._norm, self._done = norm, None
-        self.late = isinstance(norm, Tensor) and norm.is_cuda
+        self.late = isinstance(norm, Tensor) and norm.is_cuda  # to ask now would wait for the GPU
         if isinstance(norm, Tensor) and self.late:
             self._norm = norm.to("cpu", non_blocking=True)  # into pinned memory
             self._done = torch.cuda.current_stream(norm.device).record_event()
@@ -119,14 +113,8 @@ def compute_step(
     before_update: Callable[[], None] | None = None,
     count: int | None = None,
 ) -> tuple[list[Tensor], float | Tensor]:
-    """Compute a step: what of :func:`train_step`, with its arguments, a CUDA graph can hold. Collective.
-
-    Args:
-        micro_batch: gives the next one, and its noise.
-
-    Returns:
-        The losses of its micro-batches, () each, and the gradient norm.
-    """
+    """Compute a step: what of :func:`train_step`, with its arguments, a CUDA graph can hold. Collective. ``micro_batch``: gives
+    the next one, and its noise. Returns the losses of its micro-batches, () each, and the gradient norm."""
     engine, losses = state.engine, []
     state.batchnorm.begin()
     for number in micro_batches(engine, count):
@@ -172,29 +160,21 @@ def forward_backward(
 def sample_noise(model: VisionModel, batch: Batch, seed: int) -> Tensor | None:
     """The uniform numbers that the model may draw for each image (stochastic depth), a function of its place in the stream.
 
-    A model that also draws from PyTorch's generator (timm's dropout) is told what to seed it with.
-
-    Returns:
-        (B, noise_per_sample) float32 on the batch's device, or None when the model draws none.
+    A model that also draws from PyTorch's generator (timm's dropout) is told what to seed it with. Returns
+    (B, noise_per_sample) float32 on the batch's device, or None when the model draws none.
     """
     count = model.noise_per_sample
     if model.draws_from_generator:
-        model.generator_seed = _generator_seed(batch, seed, count)
+        # Below 2**63: the words of the first image that follow those for stochastic depth. Its place belongs to one step,
+        # micro-batch and rank, and differs between them.
+        first = (batch.request.epoch[:1], batch.request.position[:1])
+        low, high = random_words(Stream.STOCHASTIC_DEPTH, seed, *first, count + 2)[0, count:].tolist()
+        model.generator_seed = low | (high & 0x7FFFFFFF) << 32
     if count == 0:
         return None
     noise = uniforms(Stream.STOCHASTIC_DEPTH, seed, batch.request.epoch, batch.request.position, count).astype(np.float32)
     noise = np.minimum(noise, _BELOW_ONE)  # rounding must not make a 1 of it
     return upload([noise], batch.images.device)[0]
-
-
-def _generator_seed(batch: Batch, seed: int, used: int) -> int:
-    """Below 2**63: the words of the micro-batch's first image that follow those ``used`` for stochastic depth.
-
-    The image's place belongs to one step, micro-batch and rank, and differs between them.
-    """
-    first = (batch.request.epoch[:1], batch.request.position[:1])
-    low, high = random_words(Stream.STOCHASTIC_DEPTH, seed, *first, used + 2)[0, used:].tolist()
-    return low | (high & 0x7FFFFFFF) << 32
 
 
 def random_batch(size: int, model: ModelConfig, device: torch.device) -> Batch:

@@ -4,8 +4,6 @@ obstore was chosen by measurement; docs/remote.md has the figures. Its own repet
 also counted, and waits for the whole process where a store asks for fewer requests.
 """
 
-from __future__ import annotations
-
 import enum
 import re
 from collections.abc import Iterator
@@ -21,8 +19,7 @@ from pipeline.stores.place import RemotePath
 _MARK = "sha256"  # metadata of an object
 _THROTTLED = ("408", "429", "503")
 _OTHER_STATE = ("AlreadyExistsError", "PreconditionError")  # obstore's exceptions for a condition that does not hold
-# What stores answer with another status than 401 or 403 to credentials that are no longer valid, and what obstore says where it
-# finds none.
+# What stores answer, beside 401 and 403, to credentials that are no longer valid, and what obstore says where it finds none.
 _NO_CREDENTIALS = re.compile(
     r"ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|169\.254\.169\.254|metadata\.google\.internal|token request|"
     r"Account must be specified|[Cc]redential",
@@ -69,11 +66,8 @@ class Answer:
 
 
 class Client:
-    """A store, in which names are relative to a place. Thread-safe.
-
-    Raises:
-        UserError: obstore is not installed, or a setting in the environment is wrong.
-    """
+    """A store, in which names are relative to a place. Thread-safe. Raises UserError: obstore is not installed, or a setting in
+    the environment is wrong."""
 
     def __init__(self, place: RemotePath) -> None:
         try:
@@ -88,10 +82,8 @@ class Client:
         except UserError:
             raise
         except Exception as error:  # settings in the environment: obstore has several exceptions for them
-            raise UserError(
-                f"{place} cannot be opened ({_first_line(error)})",
-                "correct the store's settings in the environment; the repository's docs/remote.md has them",
-            ) from None
+            remedy = "correct the store's settings in the environment; the repository's docs/remote.md has them"
+            raise UserError(f"{place} cannot be opened ({_first_line(error)})", remedy) from None
 
     def read(self, name: str, begin: int, size: int) -> Answer:
         """``size`` bytes of an object, at least one. Raises Failure: it cannot be had as a whole."""
@@ -104,15 +96,13 @@ class Client:
         return answer
 
     def put(self, name: str, data: bytes | Path, mark: str = "", replaces: Version | None = None) -> Version:
-        """Write a whole object: it is there completely, or as it was before.
+        """Write a whole object: it is there completely, or as it was before. Raises Failure: it was not written; of the kind
+        ``CHANGED``, because it is in another state.
 
         Args:
             data: its content, or a file with it.
             mark: what :meth:`describe` returns of it.
             replaces: write only if the object is in this state; None: in any. A store that knows no such condition ignores it.
-
-        Raises:
-            Failure: it was not written; of the kind ``CHANGED``, because it is in another state.
         """
         mode: Any = None
         if replaces is not None and self._conditions:

@@ -6,8 +6,7 @@ cost per position does not depend on the size of the set, and needs no memory. `
 samples adjacent on disk close in time.
 
 Repeated augmentation (Hoffer et al., CVPR 2020) shows R views of an image: R consecutive positions of an epoch, and a step takes the
-next G positions, as with DeiT's ``RASampler``. That gives the positions to processes in turn, so that the views of an image come to
-different processes. Here :class:`Placing` puts them into different parts of the global batch, whatever number of processes computes it.
+next G positions, as with DeiT's ``RASampler``, which gives them to processes in turn; :class:`Placing` does so for any number.
 """
 
 from __future__ import annotations
@@ -147,8 +146,7 @@ class Placing:
     views of an image are at least G // R slots apart: micro-batches and mixing groups of at most G // R images hold different
     images only, except that a step in which an epoch ends may have an image from both epochs.
 
-    A mixing group of more than G // R images cannot hold different images only. Views then stand side by side in the stream's
-    order.
+    Larger mixing groups cannot hold different images only: views then stand side by side in the stream's order.
     """
 
     global_batch_size: int  # G

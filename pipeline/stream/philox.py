@@ -5,8 +5,6 @@ therefore the same on every rank, in any order of calls, and after a restart, wh
 stochastic depth pure functions of (seed, epoch, position).
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 import numpy as np

@@ -6,8 +6,6 @@ have come. The epoch is the sets' parts, shuffled together. As for one set (:mod
 the position and nothing is stored.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -159,11 +157,8 @@ class Samples(ABC):
 
     @abstractmethod
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
-        """The encoded images, (bytes,) uint8 each; instead of one that cannot be read, the error.
-
-        Raises:
-            UserError: none of the samples can be read any more.
-        """
+        """The encoded images, (bytes,) uint8 each; instead of one that cannot be read, the error. Raises UserError: none of the
+        samples can be read any more."""
 
     def read(self, index: int) -> np.ndarray:
         """The encoded image of one sample, (bytes,) uint8. Raises DamagedSample, or as :meth:`read_batch`."""

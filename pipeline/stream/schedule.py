@@ -1,7 +1,5 @@
 """Compute the length of a run in steps and epochs, and when its evaluations are due."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -56,23 +54,17 @@ class Schedule:
 
 
 def make_schedule(config: Config, images: int, subset: float) -> Schedule:
-    """The run's schedule.
+    """The run's schedule. Raises UserError: it is shorter than one step.
 
     Args:
         images: that an epoch takes without repeated augmentation (:func:`~pipeline.stream.samples.images_per_epoch`).
         subset: share of the source's images that ``--subset`` kept; with ``train.scale_epochs``, training on it takes as many steps as
             on the full set.
-
-    Raises:
-        UserError: it is shorter than one step.
     """
     train, images = config.train, epoch_length(images, config.augment.repeats)
     epochs = train.epochs / subset if train.scale_epochs else train.epochs
     schedule = Schedule(images, train.global_batch_size, epochs, train.max_steps, config.optim.cooldown_epochs)
     if schedule.last_step < 1:
-        raise UserError(
-            f"train.epochs must give at least one optimizer step, got {train.epochs:g} with {images} images an epoch and "
-            f"train.global_batch_size {train.global_batch_size}",
-            "raise train.epochs",
-        )
+        got = f"got {train.epochs:g} with {images} images an epoch and train.global_batch_size {train.global_batch_size}"
+        raise UserError(f"train.epochs must give at least one optimizer step, {got}", "raise train.epochs")
     return schedule

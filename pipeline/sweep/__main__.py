@@ -9,8 +9,6 @@ runs/ and the file's name. Finished runs are skipped, interrupted ones resume. C
 On a cluster: bash launch/sweep.slurm [options of sbatch] FILE
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re
@@ -23,6 +21,7 @@ from pathlib import Path
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 
+_PLAIN = r"[\w@+=:,./{}\[\]#-]+"
 _NO_FILE = "a sweep requires a file with a line of overrides for each run, got none"
 
 
@@ -91,10 +90,8 @@ def _submit(words: list[str]) -> int:
 def grid(words: Sequence[str]) -> str:
     """The file for ``--config CONFIG,CONFIG`` and ``key=value,value``: a line for each combination, the last key changing fastest.
 
-    A comma within brackets or quotes belongs to the value. What has one value only goes into the line for all.
-
-    Raises:
-        UserError: a word of another form, an empty value, or a combination that is not a valid config.
+    A comma within brackets or quotes belongs to the value. What has one value only goes into the line for all. Raises
+    UserError: a word of another form, an empty value, or a combination that is not a valid config.
     """
     from pipeline.sweep.lines import CONFIG, join_config, parse_sweep
 
@@ -111,7 +108,9 @@ def grid(words: Sequence[str]) -> str:
         if not all(values):
             raise UserError(f"{word} has an empty value between its commas", "correct it")
         has_config |= key == CONFIG
-        choices = [f"{CONFIG} {shlex.quote(value)}" if key == CONFIG else _quoted(f"{key}={value}") for value in values]
+        choices = [f"{CONFIG} {shlex.quote(value)}" if key == CONFIG else f"{key}={value}" for value in values]
+        # Brackets and commas, which a shell would have quoted, need no quotes in a file.
+        choices = [word if key == CONFIG or re.fullmatch(_PLAIN, word) else shlex.quote(word) for word in choices]
         if len(set(choices)) < len(choices):
             raise UserError(f"{word} has a value twice", "take one out")
         if len(choices) > 1:
@@ -125,10 +124,6 @@ def grid(words: Sequence[str]) -> str:
     if has_config:
         parse_sweep(Path("grid"), text, variables={})
     return text
-
-
-def _quoted(word: str) -> str:
-    return word if re.fullmatch(r"[\w@+=:,./{}\[\]#-]+", word) else shlex.quote(word)
 
 
 def _values(text: str) -> list[str]:

@@ -5,8 +5,6 @@ then the overrides, one a line, so that the job script reads them without Python
 the file. The name of that folder in a job's command tells which runs wait in Slurm's queue.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -34,14 +32,12 @@ _OURS = ("array", "parsable", "wrap", "wait", "test-only")
 
 
 def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
-    """Submit what is neither finished nor in the queue, and the report; returns the exit code.
+    """Submit what is neither finished nor in the queue, and the report; returns the exit code. Raises UserError: no Slurm, too
+    many runs, a batch that the processes cannot share, or ``sbatch`` refuses. Nothing is submitted then.
 
     Args:
         options: of ``sbatch`` for each run, as ``--name=value``.
         at_once: how many tasks may run at a time; None: as many as Slurm starts.
-
-    Raises:
-        UserError: no Slurm, too many runs, a batch that the processes cannot share, or ``sbatch`` refuses. Nothing is submitted then.
     """
     if shutil.which("sbatch") is None:
         remedy = f"on one machine: pervit sweep {sweep.file}"
@@ -55,7 +51,12 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
     queued = _in_the_queue(sweep)
     finished = [run for run in sweep.runs if is_finished(run)]
     todo = [run for run in sweep.runs if run not in finished and os.path.abspath(run.folder) not in queued]
-    limit = _max_array_size()
+    asked = _run("scontrol", "show", "config")
+    size = re.search(r"^MaxArraySize\s*=\s*(\d+)", asked.stdout, re.MULTILINE)
+    if asked.returncode != 0 or size is None:
+        problem = f"scontrol does not tell Slurm's MaxArraySize ({_last(asked.stderr)})"
+        raise UserError(problem, "try again when its controller is there")
+    limit = int(size[1])
     if todo and todo[-1].number >= limit:
         tasks = f"the tasks of a job array are numbered to {limit - 1} here (Slurm's MaxArraySize is {limit})"
         raise UserError(f"{sweep.file} has {len(sweep.runs)} runs, but {tasks}", "split the file")
@@ -63,7 +64,10 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
     arrays = sorted(set(queued.values()), key=int)
     name = re.sub(r"[^\w.-]+", "_", sweep.folder.name)
     if todo:
-        indices = _ranges([run.number for run in todo]) + (f"%{at_once}" if at_once else "")
+        consecutive = groupby(enumerate(run.number for run in todo), key=lambda pair: pair[1] - pair[0])
+        parts = [[number for _, number in pairs] for _, pairs in consecutive]  # 1, 2, 3, 5 are 1-3,5
+        ranges = ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+        indices = ranges + (f"%{at_once}" if at_once else "")
         log = f"{_escaped(sweep.folder / LOGS)}/%A_%a.out"
         own = [f"--array={indices}", str(SCRIPT), TASK, str(submission)]
         try:
@@ -155,15 +159,6 @@ def _in_the_queue(sweep: Sweep) -> dict[str, str]:
     return found
 
 
-def _max_array_size() -> int:
-    asked = _run("scontrol", "show", "config")
-    size = re.search(r"^MaxArraySize\s*=\s*(\d+)", asked.stdout, re.MULTILINE)
-    if asked.returncode != 0 or size is None:
-        problem = f"scontrol does not tell Slurm's MaxArraySize ({_last(asked.stderr)})"
-        raise UserError(problem, "try again when its controller is there")
-    return int(size[1])
-
-
 def _sbatch(*words: str) -> str:
     """Submit a job; returns its id. What belongs to a job that this one may be in is left behind."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
@@ -179,13 +174,6 @@ def _run(*command: str, environment: dict[str, str] | None = None) -> subprocess
 
 def _last(text: str) -> str:
     return (text.strip().splitlines() or ["no message"])[-1].removeprefix("sbatch: ").removeprefix("error: ").rstrip(".")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """1, 2, 3, 5 as ``1-3,5``."""
-    consecutive = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    parts = [[number for _, number in pairs] for _, pairs in consecutive]
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def _escaped(path: Path) -> str:

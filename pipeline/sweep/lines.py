@@ -14,8 +14,6 @@ run begins with; the words of a run's own line win. The folder of a run is named
 are added, moved or removed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

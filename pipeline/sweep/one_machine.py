@@ -1,7 +1,5 @@
 """Train all runs of a sweep on this machine, one after the other or some at a time."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
@@ -12,8 +10,6 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from tqdm import tqdm
 
@@ -40,14 +36,12 @@ class OneMachine:
     """Runs a sweep here.
 
     Each run is a process group of its own, so that Ctrl-C reaches this process alone, which passes on SIGTERM: a training saves
-    what it has trained. If this process is killed, its runs receive SIGTERM from the kernel.
+    what it has trained. If this process is killed, its runs receive SIGTERM from the kernel. Raises UserError: there are fewer
+    GPUs than that, or a run's batch does not divide by its processes.
 
     Args:
         jobs: runs at a time; the finished ones are left out.
         processes: of each run, started by ``launch/local.sh`` if there are several.
-
-    Raises:
-        UserError: there are fewer GPUs than that, or a run's batch does not divide by its processes.
     """
 
     def __init__(self, sweep: Sweep, jobs: int, processes: int) -> None:
@@ -78,7 +72,7 @@ class OneMachine:
         self._through = there = len(self.sweep.runs) - len(waiting)
         say(f"{self.sweep.folder}: {counted(len(self.sweep.runs), 'run')}, {there} finished already; logs in {self.logs}/")
         handlers = {
-            number: signal.signal(number, self._on_signal)
+            number: signal.signal(number, lambda number, _: self._signals.append(number))
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
             if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
         }
@@ -176,9 +170,6 @@ class OneMachine:
 
     def _say(self, run: SweepRun, text: str) -> None:
         say(f"[{run.number}/{len(self.sweep.runs)}] {run.name}: {text}")
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> Any:
-        self._signals.append(number)
 
     def _pass_signals_on(self) -> None:
         """The first signal lets the runs save, the second one ends them."""

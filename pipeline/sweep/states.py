@@ -1,7 +1,5 @@
 """Tell how far the runs of a sweep are, and make the page that compares them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,8 +14,7 @@ LOGS = "logs"
 
 
 def check_batches(sweep: Sweep, processes: int, remedy: str = "") -> None:
-    """See that the batch of each run divides by its processes, which it would else find out after the queue; ``remedy`` is added to
-    that of the config."""
+    """See that each run's batch divides by its processes, before the queue; ``remedy`` is added to that of the config."""
     for run in sweep.runs:
         if isinstance(run.config.train.micro_batch_size, int):  # else it is settled when the run starts
             try:

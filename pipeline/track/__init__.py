@@ -1,8 +1,5 @@
 """Run the command ``pipeline.track``: send a run's files to a tracker, by a process of its own beside the training.
 
-``tracker.py`` says what is sent, under which names, and what a tracker must offer; ``position.py`` reads what is new and notes what has
-been sent; ``sending.py`` is the loop: read, note, send, and again after any failure.
-
 A tracker's history cannot be taken back. So each history is a *segment*: where a resume rewinds the run, the segment ends and a new
 one begins, with the rows that were kept. The segment with the highest number is equal to ``metrics.jsonl``.
 """

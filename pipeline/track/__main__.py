@@ -40,9 +40,8 @@ def main() -> None:
     parser.add_argument("--project", metavar="NAME", help="project or experiment (default: the tracker's variable, or pervit)")
     parser.add_argument("--name", help="what to call the run there (default: the folder's name)")
     parser.add_argument("--once", action="store_true", help="send what is there now, and exit")
-    parser.add_argument(
-        "--every", type=float, default=10.0, metavar="SECONDS", help="how often to look for new data (default: 10)"
-    )
+    every = "how often to look for new data (default: 10)"
+    parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help=every)
     args = parser.parse_args()
     if args.to not in TRACKERS:
         raise UserError(f"--to must be one of {', '.join(TRACKERS)}, got {args.to!r}", "choose one")
@@ -54,15 +53,24 @@ def main() -> None:
         raise UserError(f"{args.run} does not exist", "leave --once away to wait for the run")
     for option, value in (("--project", args.project), ("--name", args.name)):
         if value is not None and not (value.strip() and value.isprintable()):
-            raise UserError(
-                f"{option} must be a name of printable characters, got {value!r}", "give one, or leave the option out"
-            )
-    _say_progress()
-    tracker = _tracker(args.to, args.project)
+            problem = f"{option} must be a name of printable characters, got {value!r}"
+            raise UserError(problem, "give one, or leave the option out")
+    log, handler = logging.getLogger("pipeline.track"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    title, client = TRACKERS[args.to]
+    needs = f"--to {args.to}", f"{title}'s client", args.to
+    if importlib.util.find_spec(args.to) is None:
+        raise missing_extra(*needs)
+    try:
+        tracker: Tracker = getattr(importlib.import_module(f"pipeline.track.to_{args.to}"), client)(args.project)
+    except ImportError as error:
+        raise missing_extra(*needs, error=error) from None
     from pipeline.track.position import EVENTS, PICTURE, ROWS, Position
     from pipeline.track.sending import Sender
 
-    log = logging.getLogger("pipeline.track")
     log.info(f"{args.run} to {tracker.target}")
     position = Position(args.run, args.to, tracker.target)
     sender = Sender(args.run, args.name or args.run.resolve().name, tracker, position, args.every)
@@ -83,26 +91,6 @@ def main() -> None:
     if unreadable := sender.files.metrics.unreadable:
         said += f"; {counted(unreadable, 'line')} of metrics.jsonl that cannot be read left out"
     log.info(said)
-
-
-def _tracker(name: str, project: str | None) -> Tracker:
-    title, client = TRACKERS[name]
-    needs = f"--to {name}", f"{title}'s client", name
-    if importlib.util.find_spec(name) is None:
-        raise missing_extra(*needs)
-    try:
-        return getattr(importlib.import_module(f"pipeline.track.to_{name}"), client)(project)
-    except ImportError as error:
-        raise missing_extra(*needs, error=error) from None
-
-
-def _say_progress() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    log = logging.getLogger("pipeline.track")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
 
 
 command = partial(run_command, main)

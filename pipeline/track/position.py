@@ -9,8 +9,6 @@ and sending goes on behind it. So nothing arrives twice, and nothing is missing.
     ~/.local/state/pervit-track/RUN-TRACKER-DIGEST.json        or in $XDG_STATE_HOME
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -58,11 +56,7 @@ class GrowingRows:
         self.row, self.last_step, self.unreadable = 0, -1, 0
 
     def take(self, most: int) -> list[Row]:
-        """The next rows that are whole, at most so many.
-
-        Raises:
-            OSError: the file cannot be read; not if it does not exist.
-        """
+        """The next rows that are whole, at most so many. Raises OSError: the file cannot be read; not if it does not exist."""
         self._look()
         return self._pass(most)
 
@@ -103,15 +97,12 @@ class GrowingRows:
 
 
 class Position:
-    """What of one run was sent to one target. Holds a lock, so that no second sender sends the same.
+    """What of one run was sent to one target. Holds a lock, so that no second sender sends the same. Raises UserError: another
+    process sends this run to this target, or the file cannot be read or written.
 
     Args:
-        run: the run folder.
-        tracker: its name. target: where it sends to.
+        target: where the tracker sends to.
         folder: of the file; None: the user's own.
-
-    Raises:
-        UserError: another process sends this run to this target, or the file cannot be read or written.
     """
 
     identity: str  # of the run that was sent
@@ -180,11 +171,7 @@ class Position:
         return {value for kind, value in self._entries if kind == PICTURE}
 
     def save(self) -> None:
-        """Write the file.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Write the file. Raises UserError: it cannot be written."""
         state = {"run": str(self._run.resolve()), "identity": self.identity}
         noted = {"segment": asdict(self.segment), "mark": asdict(self.mark), "sent": self._entries}
         try:
@@ -193,10 +180,8 @@ class Position:
             raise self._unwritten(error) from None
 
     def _unwritten(self, error: OSError) -> UserError:
-        return UserError(
-            f"{self.path} cannot be written ({error.strerror}), in which is noted what was sent",
-            "see to its folder and the free space, or name another folder with XDG_STATE_HOME; the same command then continues",
-        )
+        do = "see to its folder and the free space, or name another folder with XDG_STATE_HOME; the same command then continues"
+        return UserError(f"{self.path} cannot be written ({error.strerror}), in which is noted what was sent", do)
 
     def release(self) -> None:
         """Let another process send this run."""

@@ -1,7 +1,5 @@
 """Read what is new, note it, send it, in a loop. Whatever fails is tried again; the training knows nothing of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -55,15 +53,12 @@ class TrackedRun(RunFiles):
 
 
 class Sender:
-    """Sends a run to a tracker.
+    """Sends the run of a folder, which need not exist yet, to a tracker that is not open yet.
 
     Args:
-        run: the run folder, which need not exist yet.
         name: what the tracker is to call the run.
-        tracker: not yet opened.
         position: what was sent before.
         every: seconds between two looks at the run's files.
-        sleep: waits so many seconds.
     """
 
     def __init__(
@@ -83,15 +78,17 @@ class Sender:
         self.stopping = False  # set by a signal: end when they have arrived
 
     def run(self, once: bool = False) -> None:
-        """Send until the run is finished; with ``once``, what is there now.
-
-        Raises:
-            UserError: the tracker or the position file refuses; with ``once`` also if the tracker was not reached.
-        """
+        """Send until the run is finished; with ``once``, what is there now. Raises UserError: the tracker or the position file
+        refuses; with ``once`` also if the tracker was not reached."""
         failures, complete = 0, False
         try:
             while True:
-                self._wait_for_the_run(once)
+                if once and not self.files.has_begun:
+                    raise UserError(f"{self.files.path} has no run yet", "leave --once away to wait for it")
+                if not self.files.has_begun:
+                    _log.info(f"waits for a run in {self.files.path}")
+                while not self.files.has_begun:
+                    self._sleep(self._every)
                 try:
                     more = self.round()
                 except UserError:
@@ -114,14 +111,6 @@ class Sender:
             self._end("stopped")
             raise
 
-    def _wait_for_the_run(self, once: bool) -> None:
-        if once and not self.files.has_begun:
-            raise UserError(f"{self.files.path} has no run yet", "leave --once away to wait for it")
-        if not self.files.has_begun:
-            _log.info(f"waits for a run in {self.files.path}")
-        while not self.files.has_begun:
-            self._sleep(self._every)
-
     def round(self) -> bool:
         """Send what is new, at most a few hundred items of each kind. Returns whether there may be more.
 
@@ -131,8 +120,14 @@ class Sender:
         """
         self.files.look()
         self._check()
-        if not self._open:
-            self._connect()
+        if not self._open:  # go on behind what has arrived there
+            position, about = self.position, self.files.about(self._name)
+            arrived = self._tracker.open(position.segment, about, position.sent)
+            self._open, self._described = True, self.files.stamps
+            if arrived < position.sent:
+                _log.info(f"{position.sent - arrived:,} items have not arrived before, and are sent again")
+                position.cut(arrived)
+            self._go_on()
         if self._described != (state := self.files.stamps):
             self._tracker.describe(self.files.about(self._name))
             self._described = state
@@ -188,16 +183,6 @@ class Sender:
         position.identity = position.identity or identity
         self._go_on()
         self._checked = True
-
-    def _connect(self) -> None:
-        """Open the tracker and go on behind what has arrived there."""
-        position = self.position
-        arrived = self._tracker.open(position.segment, self.files.about(self._name), position.sent)
-        self._open, self._described = True, self.files.stamps
-        if arrived < position.sent:
-            _log.info(f"{position.sent - arrived:,} items have not arrived before, and are sent again")
-            position.cut(arrived)
-        self._go_on()
 
     def _go_on(self) -> None:
         """Note where the tracker stands, and read from there."""

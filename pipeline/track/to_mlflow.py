@@ -5,8 +5,6 @@ what the store has. ``MLFLOW_TRACKING_URI`` (a server, ``sqlite:///FILE``, a fol
 client's, as always.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Sequence

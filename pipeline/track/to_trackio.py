@@ -4,8 +4,6 @@ After each call the number of rows that the store has is asked for. ``TRACKIO_DI
 ``TRACKIO_WRITE_TOKEN`` (a server of one's own), ``TRACKIO_SPACE_ID`` and ``HF_TOKEN`` (a Hugging Face Space) are the client's, as always.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -5,8 +5,6 @@ files (:func:`history`) where it is offline. The charts' axis is ``step``, the o
 ``WANDB_API_KEY``, ``WANDB_BASE_URL``, ``WANDB_ENTITY`` and so on are the client's, as always.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -36,7 +34,10 @@ class Wandb:
             settings = wandb.setup().settings  # with the variables' and the settings file's
         except Exception as error:  # pydantic's, of several kinds
             remedy = "correct the WANDB_ variables and wandb/settings; WANDB_MODE is online or offline"
-            raise UserError(f"Weights & Biases refuses a setting ({_first_mistake(error)})", remedy) from None
+            why, mistakes = first_line(error)[:200], list[Any](getattr(error, "errors", list)())
+            if mistakes:  # pydantic's
+                why = f"{'.'.join(map(str, mistakes[0].get('loc', ())))}: {mistakes[0].get('msg', '')}"
+            raise UserError(f"Weights & Biases refuses a setting ({why})", remedy) from None
         self._mode, self._offline = settings.mode, settings.mode in ("offline", "dryrun")
         entity = f"{settings.entity}/" if settings.entity else ""
         where = "offline" if self._offline else settings.base_url
@@ -117,15 +118,6 @@ def _kept_offline(root: Path, id: str) -> int | None:
             for row in history(path):
                 last = max(last, int(row["_step"]))
     return last + 1 if files else None
-
-
-def _first_mistake(error: Exception) -> str:
-    """What the client says of a setting, in one line."""
-    mistakes: list[dict[str, Any]] = getattr(error, "errors", list)()
-    if mistakes:  # pydantic's
-        where = ".".join(str(part) for part in mistakes[0].get("loc", ()))
-        return f"{where}: {mistakes[0].get('msg', '')}"
-    return first_line(error)[:200]
 
 
 def history(path: Path) -> Iterator[dict[str, Any]]:

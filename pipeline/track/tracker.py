@@ -1,7 +1,5 @@
 """Define what is sent, under which names, and what a tracker must offer."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,18 +82,12 @@ class Tracker(Protocol):
     target: str  # where it sends to, in a few words
 
     def open(self, segment: Segment, about: About, sent: int) -> int:
-        """Begin a segment or go on with it.
+        """Begin a segment or go on with it. Returns the number of items that have arrived, without a gap. Raises UserError: it
+        can never succeed so: not logged in, no such address.
 
         Args:
             segment: ``place`` may be set.
-            about: the run.
             sent: items that were handed over, of which some may have got lost.
-
-        Returns:
-            The number of items that have arrived, without a gap.
-
-        Raises:
-            UserError: it can never succeed so: not logged in, no such address.
         """
 
     def send(self, first: int, items: Sequence[Item]) -> None:

@@ -4,8 +4,6 @@ Precision, ZeRO stage, decoding, compiling and the size of a micro-batch are cho
 :class:`Settled` that it gets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,13 +26,12 @@ from pipeline.loader.batches import TrainBatches
 from pipeline.loader.loader import CPU, GPU, Loader, decoding_device
 from pipeline.loader.probe import usable_decoding
 from pipeline.loader.reader import BadSamples
-from pipeline.loader.sizes import AnyLoader, SizedLoader
-from pipeline.loader.trial import TrialLoader, Turns
+from pipeline.loader.trial import AnyLoader, SizedLoader, TrialLoader, Turns
 from pipeline.logs import pictures
 from pipeline.logs.console import say_once
 from pipeline.models import flops, load_pretrained, model_of
 from pipeline.models.common.base import VisionModel
-from pipeline.models.entry import is_timm
+from pipeline.models.registry import is_timm
 from pipeline.models.timm.names import weights_folder
 from pipeline.optim.averages import StepStatistics, WeightAverage
 from pipeline.optim.build import describe, parameter_groups
@@ -65,14 +62,12 @@ class Settled:
 
 
 def settle(config: Config, before: RunState | None, shards: ShardSet | MixedSet, world: World) -> Settled:
-    """Settle a config, which :func:`check_alone` has accepted, for all ranks alike. Collective.
+    """Settle a config, which :func:`check_alone` has accepted, for all ranks alike. Collective. Raises UserError: on every
+    rank: images cannot be decoded as asked, or no micro-batch fits.
 
     Args:
         before: the checkpoint that this start resumes from, which ``auto`` follows; None: a new run.
         shards: the training set, of which a GPU that is to decode is given some images first.
-
-    Raises:
-        UserError: on every rank: images cannot be decoded as asked, or no micro-batch fits.
     """
     recorded = before.config if before else {"train": {}, "data": {}}
     precision = choose_precision(config.train.precision, recorded["train"].get("precision"), world)
@@ -93,8 +88,7 @@ def settle(config: Config, before: RunState | None, shards: ShardSet | MixedSet,
 
 def check_alone(config: Config, world: World) -> None:
     """Check what every rank can check by itself, in moments: the batch sizes, ``train.compile``, the model's switches and image size,
-    whether the optimizer suits it. A :class:`UserError` is the same on every rank.
-    """
+    whether the optimizer suits it. A :class:`UserError` is the same on every rank."""
     if config.train.micro_batch_size == AUTO:
         fitting_micro_batches(config.train, world.size, config.augment.unit)
     else:
@@ -116,13 +110,11 @@ def check_alone(config: Config, world: World) -> None:
 
 def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable: bool = False) -> str:
     """Settle ``data.decode`` for training ("gpu", "cpu", or "auto": to be measured), on all ranks alike without communication.
+    Raises UserError: it cannot be done here.
 
     Args:
         begun_with: that of the run so far, which "auto" keeps; "auto" or None while it is not known.
         repeatable: the run repeats its pixels whenever it is begun: "auto" then is the GPU, because a measurement may differ.
-
-    Raises:
-        UserError: it cannot be done here.
     """
     decoding_device(asked, world.device)
     if asked != AUTO or world.device.type == "cpu":
@@ -134,42 +126,32 @@ def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable
 
 
 def choose_compilation(train: TrainConfig, world: World) -> str:
-    """Settle ``train.compile`` for this start: "off", "blocks", "model" or "graphs".
-
-    Raises:
-        UserError: ZeRO-3, activation checkpointing or the device rule out what the config asks for.
-    """
+    """Settle ``train.compile`` for this start: "off", "blocks", "model" or "graphs". Raises UserError: ZeRO-3, activation
+    checkpointing or the device rule out what the config asks for."""
     on_gpu, hooked = world.device.type == "cuda", train.zero_stage == 3 and world.size > 1
     if train.compile in (AUTO, OFF):
         return BLOCKS if train.compile == AUTO and on_gpu and not hooked else OFF
     if hooked:
-        raise UserError(
-            f"train.compile={train.compile} requires train.zero_stage 0, 1 or 2, got {train.zero_stage}, whose hooks on every "
-            f"submodule cannot be compiled",
-            "set train.compile=auto, or another train.zero_stage",
-        )
+        got = f"got {train.zero_stage}, whose hooks on every submodule cannot be compiled"
+        problem = f"train.compile={train.compile} requires train.zero_stage 0, 1 or 2, {got}"
+        raise UserError(problem, "set train.compile=auto, or another train.zero_stage")
     if train.compile == GRAPHS and not on_gpu:
-        raise UserError(
-            f"train.compile={GRAPHS} requires a CUDA GPU, got {world.device.type}", "set train.compile to auto or model"
-        )
+        problem = f"train.compile={GRAPHS} requires a CUDA GPU, got {world.device.type}"
+        raise UserError(problem, "set train.compile to auto or model")
     if train.compile == GRAPHS and train.activation_checkpointing:
-        raise UserError(
-            f"train.compile={GRAPHS} requires train.activation_checkpointing=false, got true, which runs blocks again in the "
-            f"backward pass: a graph of the forward pass does not hold them",
-            "set train.compile to blocks or model, or train.activation_checkpointing to false",
-        )
+        got = "got true, which runs blocks again in the backward pass: a graph of the forward pass does not hold them"
+        problem = f"train.compile={GRAPHS} requires train.activation_checkpointing=false, {got}"
+        raise UserError(problem, "set train.compile to blocks or model, or train.activation_checkpointing to false")
     return train.compile
 
 
 def build_model(config: Config, world: World, classes: list[str], fresh: bool) -> VisionModel:
-    """The run's model with its first weights: from the seed, or ``train.init_from``.
+    """The run's model with its first weights: from the seed, or ``train.init_from``. Raises UserError: ``train.init_from``
+    cannot be read or does not fit.
 
     Args:
         classes: of the training set, by index.
         fresh: no checkpoint follows, whose weights would replace those of ``train.init_from``.
-
-    Raises:
-        UserError: ``train.init_from`` cannot be read or does not fit.
     """
     torch.manual_seed(config.seed)
     model = model_of(config)
@@ -183,7 +165,7 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
             do_in_main(lambda: weights_folder(place), world)
         initial = read_initial_weights(weights_folder(place) if of_timm else Path(place))
         said = load_pretrained(model, initial.weights, source, initial.classes, classes)
-        for sentence in (f"{initial.what} of {config.train.init_from}", *said):
+        for sentence in (f"{initial.what} of {place}", *said):
             say_once(world, f"init_from: {sentence}")
     return model
 
@@ -191,14 +173,9 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
 def build(
     settled: Settled, world: World, classes: list[str], verified: Verified | None
 ) -> tuple[TrainState, flops.FlopRow, Tensor | None]:
-    """Build the model of a start's config in its engine, with first weights or those of the checkpoint. Collective.
-
-    Returns:
-        What is trained; the model's cost; and on rank 0 of a new run its peripheral attention before the first step.
-
-    Raises:
-        UserError: weights or a teacher cannot be read or do not fit.
-    """
+    """Build the model of a start's config in its engine, with first weights or those of the checkpoint. Collective. Returns
+    what is trained; the model's cost; and on rank 0 of a new run its peripheral attention before the first step. Raises
+    UserError: weights or a teacher cannot be read or do not fit."""
     config, fresh = settled.config, verified is None
     say_once(world, f"building {config.model.name}")
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.arguments)
@@ -214,10 +191,8 @@ def build(
         teacher = load_teacher(config, world.device, classes if fresh else None)
     why = f" ({settled.zero_stage_reason})" if settled.zero_stage_reason else ""
     owner = "DeepSpeed's" if settled.zero_stage else "the"
-    say_once(
-        world,
-        f"building the optimizer, {describe(model, config.optim)}, and {owner} engine, ZeRO stage {settled.zero_stage}{why}",
-    )
+    said = f"building the optimizer, {describe(model, config.optim)}, and {owner} engine"
+    say_once(world, f"{said}, ZeRO stage {settled.zero_stage}{why}")
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if verified:
@@ -248,11 +223,8 @@ def training_loader(
         if decode != AUTO or world.device.type == "cpu":
             return opened(start, decode, bad)
         turns = Turns.of_steps(start, config.data.prefetch, batches.batches_per_step)
-        say_once(
-            world,
-            f"decoding on the GPU and on the CPU in turns for {turns.total} micro-batches, to keep the faster: "
-            f"data.decode=gpu or cpu settles it",
-        )
+        tried = f"decoding on the GPU and on the CPU in turns for {turns.total} micro-batches, to keep the faster"
+        say_once(world, f"{tried}: data.decode=gpu or cpu settles it")
         return TrialLoader(batches, turns, bad, opened, partial(keep_faster, world))
 
     return SizedLoader(batches, first_step * batches.batches_per_step, open_loader)
@@ -263,9 +235,6 @@ def keep_faster(world: World, seconds: dict[str, float]) -> str:
     of_ranks = world.gather(seconds)
     slowest = {decode: max(rank[decode] for rank in of_ranks) for decode in (GPU, CPU)}
     kept, other = sorted(slowest, key=lambda decode: slowest[decode])
-    say_once(
-        world,
-        f"decoding on the {kept.upper()} from now on: a micro-batch takes {1e3 * slowest[kept]:.1f} ms, and "
-        f"{1e3 * slowest[other]:.1f} ms with the {other.upper()} decoding",
-    )
+    took = f"{1e3 * slowest[kept]:.1f} ms, and {1e3 * slowest[other]:.1f} ms with the {other.upper()} decoding"
+    say_once(world, f"decoding on the {kept.upper()} from now on: a micro-batch takes {took}")
     return kept

@@ -11,16 +11,13 @@ analyses run the modules themselves, so that the figures of a run are those of `
            the forward pass of a micro-batch and its backward pass are two
 ========== ==================================================================================
 
-ZeRO 0, 1 and 2 have hooks on the whole model and on the gradients of parameters, which compiled code does not see. ZeRO-3 has
-hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled there.
+ZeRO-3 has hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled.
 
 A requeued run finds its compiled code in the user's own cache folder: not in the run folder, from which nothing is ever run. The ranks of
 a node share a folder: Inductor and Triton write a file under a name made of the process's number or at random, and rename it. Ranks of
 different nodes, whose numbers may be equal, never do. Ranks with GPUs of one number compile the same graphs: one does, then the others
 find them. Where each rank sees all GPUs of its node, a graph names its GPU, and all compile at once.
 """
-
-from __future__ import annotations
 
 import atexit
 import fcntl
@@ -75,29 +72,18 @@ class Compilation:
     Args:
         kind: "off", "blocks", "model" or "graphs"; as an attribute also "off" after compiling has failed, "model" after capturing has.
         precision: "bf16" or "fp32".
-        run_folder: names the folder where compiled code is kept.
+        folder: of the run, which names the one where compiled code is kept.
         objective: gets the compiled loss.
         captures: of "graphs", whether steps are to be captured as a whole.
-
-    Attributes:
-        pending: whether :meth:`prepare` is to be called.
-        captures: whether :meth:`capture` is.
     """
 
     def __init__(
-        self,
-        kind: str,
-        precision: str,
-        run_folder: Path,
-        world: World,
-        model: VisionModel,
-        objective: Objective,
-        captures: bool = False,
+        self, kind: str, precision: str, folder: Path, world: World, model: VisionModel, objective: Objective, captures: bool
     ) -> None:
         self._model_graphs, self.captures = kind == GRAPHS and not captures, captures
-        self.kind, self._precision, self._run_folder = kind, precision, run_folder
+        self.kind, self._precision, self._run_folder = kind, precision, folder
         self._world, self._model, self._objective = world, model, objective
-        self.pending, self._first_rank = kind != OFF, world.rank
+        self.pending, self._first_rank = kind != OFF, world.rank  # whether :meth:`prepare` is to be called
         self._replaced: list[tuple[nn.Module, str]] = []
         self._eager_loss: LabelLoss = objective.label_loss
         self._hooks: list[Any] = []
@@ -123,7 +109,7 @@ class Compilation:
         waits = [places.index(place) < rank for rank, place in enumerate(places)]  # for another rank to compile the same
         for turn in sorted(set(waits)):
             mine = waits[self._world.rank] == turn and not failures
-            failure = _reason(partial(self._attempt, batch, noise, accumulates)) if mine else None
+            failure = _reason(partial(self._try_out, batch, noise, accumulates)) if mine else None
             failures = failures or [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
             progress()
         if not failures:
@@ -164,10 +150,6 @@ class Compilation:
         if self.kind != OFF:
             drop_compile_cache(self._run_folder, self._world.rank)
 
-    def _attempt(self, batch: Batch, noise: Tensor | None, accumulates: bool) -> None:
-        self._install(accumulates)
-        self._try_out(batch, noise)
-
     def _install(self, accumulates: bool) -> None:
         import torch._dynamo as dynamo
         from torch._inductor import config as inductor
@@ -194,7 +176,7 @@ class Compilation:
             yield self._model.whole()
             return
         for name, module in self._model.named_modules():
-            if _BLOCK.fullmatch(name) and not _has_batchnorm(module):
+            if _BLOCK.fullmatch(name) and not any(isinstance(part, _BatchNorm) for part in module.modules()):
                 yield module, "forward"
         if self._model.has_phi:
             yield self._model, "log_phi"
@@ -219,8 +201,9 @@ class Compilation:
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _try_out(self, batch: Batch, noise: Tensor | None) -> None:
+    def _try_out(self, batch: Batch, noise: Tensor | None, accumulates: bool) -> None:
         """What a step computes up to the gradients. They go nowhere: no hook of DeepSpeed sees them."""
+        self._install(accumulates)
         model, objective = self._model, Objective(self._objective.label_loss)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -253,10 +236,6 @@ def _reason(attempt: Callable[[], None]) -> str | None:
         inner = getattr(error, "inner_exception", None) or error
         return f"{type(inner).__name__}: {first_line(inner)}"[:_LONGEST_REASON]
     return None
-
-
-def _has_batchnorm(module: nn.Module) -> bool:
-    return any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
 def _compiled(function: Callable[..., Any], graphs: bool = False) -> Callable[..., Any]:

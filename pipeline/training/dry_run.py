@@ -4,8 +4,6 @@ All checks are those of a real start, in its order, so that what would stop a st
 out: compiling (``train.compile``), whose cache is files, and evaluation.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
@@ -76,11 +74,8 @@ def dry_run(config: Config, world: World) -> int:
 
 
 def _take_step(prepared: PreparedRun, world: World) -> tuple[float, str]:
-    """Take an optimizer step, of the first micro-batches only, with the run's next batch, but random pixels.
-
-    Returns:
-        Seconds until the batch was there; and what the step was, for people.
-    """
+    """Take an optimizer step, of the first micro-batches only, with the run's next batch, but random pixels. Returns seconds
+    until the batch was there; and what the step was, for people."""
     settled, train_state, schedule = prepared.settled, prepared.train_state, prepared.data.schedule
     config, began = settled.config, time.perf_counter()
     say_once(world, f"reading a batch of {counted(config.train.micro_batch, 'image')}")
@@ -121,12 +116,9 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> str | None:
-    """Say how much of the shards the node's cache has and has room for; None without a cache. Nothing is written.
-
-    Raises:
-        UserError: the folder cannot be written on this node, is that of the shards, or has no room for one of them: what a training
-            only warns of.
-    """
+    """Say how much of the shards the node's cache has and has room for; None without a cache. Nothing is written. Raises
+    UserError: the folder cannot be written on this node, is that of the shards, or has no room for one of them: what a training
+    only warns of."""
     cache = cache_of(data)
     if cache is None:
         return None
@@ -135,10 +127,8 @@ def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> s
         check_cache(cache, part.files, "data.cache")
     folder, host = cache.folder, socket.gethostname()
     if why := _refusal(folder):
-        raise UserError(
-            f"data.cache {folder} cannot be used on {host}: {why}",
-            "have it made on every node, choose another folder, or leave data.cache out",
-        )
+        problem = f"data.cache {folder} cannot be used on {host}: {why}"
+        raise UserError(problem, "have it made on every node, choose another folder, or leave data.cache out")
     shards = {cache.path(shard): shard.bytes for part in parts for shard in part.info.shards}
     wanted, largest = sum(shards.values()), max(shards.values())
     there = sum(size for path, size in shards.items() if path.is_file() and path.stat().st_size == size)

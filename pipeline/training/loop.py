@@ -1,7 +1,5 @@
 """Train a run to its end: steps, evaluations, checkpoints."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -46,14 +44,9 @@ def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = 
 
 
 def train(config: Config, world: World, stop: StopSignal | None = None, recipe: Recipe | None = None) -> int:
-    """Train to the end of the schedule, from the newest intact checkpoint if there is one. Collective.
-
-    Returns:
-        The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint if a step was taken.
-
-    Raises:
-        UserError: config, data and run folder do not fit together, or that of :func:`train_to_the_end`.
-    """
+    """Train to the end of the schedule, from the newest intact checkpoint if there is one. Collective. Returns the exit code: 0
+    at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint if a step was taken. Raises UserError: config,
+    data and run folder do not fit together, or that of :func:`train_to_the_end`."""
     stop = stop or StopSignal()
     start = Start(config, world)
     check_alone(config, world)
@@ -71,11 +64,8 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
 
 
 def train_to_the_end(run: Run) -> bool:
-    """Take the steps of a run until its schedule ends or a rank has to stop; returns whether it was stopped. Collective.
-
-    Raises:
-        UserError: a gradient is not finite, a rank's data cannot be read, or nothing can be written.
-    """
+    """Take the steps of a run until its schedule ends or a rank has to stop; returns whether it was stopped. Collective. Raises
+    UserError: a gradient is not finite, a rank's data cannot be read, or nothing can be written."""
     if run.config.eval.analyses and (reason := nothing_to_follow(run.train_state.engine.module)):
         run.log.say(f"note: eval.analyses writes nothing for {run.config.model.name}: {reason}")
     if run.agreement.ask(run.stop.received != 0):  # received while the run was built
@@ -195,7 +185,6 @@ def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
 
     With ``eval.analyses``, also logs what the current weights do with the first images. Leaves the engine in eval mode.
     """
-
     state, step = run.train_state, run.step
 
     def stopped() -> bool:

@@ -6,8 +6,6 @@ the global batch, but BatchNorm normalizes over a micro-batch, and sums are roun
 its number of processes does not divide the global batch by this one, or where it does not fit into another kind of GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from contextlib import suppress
@@ -43,18 +41,9 @@ _GIB = 2**30
 
 
 def choose_micro_batch(config: Config, begun_with: int | None, world: World) -> tuple[int, str | None]:
-    """Settle ``train.micro_batch_size`` for all ranks alike. Collective.
-
-    Args:
-        config: of this start, with its precision settled.
-        begun_with: the size that the checkpoint has recorded; None: there is no checkpoint.
-
-    Returns:
-        The size; and why, for the log, None if the config states it.
-
-    Raises:
-        UserError: on every rank: no micro-batch fits.
-    """
+    """Settle ``train.micro_batch_size`` for all ranks alike. Collective. Returns the size; and why, for the log, None if the
+    config states it. Raises UserError: on every rank: no micro-batch fits. ``begun_with``: the size that the checkpoint has
+    recorded; None: there is no checkpoint."""
     if config.train.micro_batch_size != AUTO:
         return config.train.micro_batch, None
     sizes = fitting_micro_batches(config.train, world.size, config.augment.unit)
@@ -140,14 +129,12 @@ def try_step(config: Config, world: World, capacity: int) -> str | None:
     """Compute the micro-batches of a step on random images, on this rank alone; nothing of it stays.
 
     The step is computed without DeepSpeed, whose engine cannot be taken down again once an allocation within it has failed. What the
-    engine and the loader hold beside it is there as plain memory of that size. Not compiled, where a step takes the more memory.
+    engine and the loader hold beside it is there as plain memory of that size. Not compiled, where a step takes the more
+    memory. Returns why it does not fit, in half a sentence; None: it does.
 
     Args:
         config: with ``train.micro_batch_size`` and ``train.precision`` settled.
         capacity: bytes that this process may take besides what it has, on a CPU, where nothing else says so before the system kills it.
-
-    Returns:
-        Why it does not fit, in half a sentence; None: it does.
     """
     on_cpu = world.device.type == "cpu"
     _forget_peak()

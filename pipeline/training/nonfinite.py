@@ -1,7 +1,5 @@
 """Skip and count a step with non-finite gradients, or stop the run and dump what reproduces it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from functools import partial
@@ -20,28 +18,22 @@ _SHOWN = 8  # losses in a message; the report has all
 
 
 def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
-    """Count a step that was skipped, or stop, with the run in the state before the step: none has changed the weights since. Collective.
-
-    Raises:
-        UserError: more than ``train.max_skipped_steps``. ``nonfinite/step-...`` in the run folder is then a run folder
-            itself: the state before the step, a config that repeats this step alone, a report of every sample and loss.
-    """
+    """Count a step that was skipped, or stop, with the run in the state before the step: none has changed the weights since.
+    Collective. Raises UserError: more than ``train.max_skipped_steps``. ``nonfinite/step-...`` in the run folder is then a run
+    folder itself: the state before the step, a config that repeats this step alone, a report of every sample and loss."""
     run.skipped_steps += 1
     losses = [loss for part in run.world.gather([loss.item() for loss in result.losses]) for loss in part]
     shown = first_few([f"{loss:.4g}" for loss in losses], _SHOWN)
     allowed = run.config.train.max_skipped_steps
     if run.skipped_steps <= allowed:
-        run.log.warn(
-            f"step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown}); {run.skipped_steps} of "
-            f"{allowed} that train.max_skipped_steps allows"
-        )
+        said = f"step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown})"
+        run.log.warn(f"{said}; {run.skipped_steps} of {allowed} that train.max_skipped_steps allows")
         return
     run.step = step - 1
     run.train_state.batchnorm.restore()  # the next step's passes may have begun
-    sentence = (
-        f"at step {step} the gradient is not finite (losses of its micro-batches: {shown}), and train.max_skipped_steps is "
-        f"{allowed}: lower optim.lr, raise optim.warmup_epochs, set optim.clip_grad_norm or raise train.max_skipped_steps"
-    )
+    what = f"at step {step} the gradient is not finite (losses of its micro-batches: {shown})"
+    remedy = "lower optim.lr, raise optim.warmup_epochs, set optim.clip_grad_norm or raise train.max_skipped_steps"
+    sentence = f"{what}, and train.max_skipped_steps is {allowed}: {remedy}"
     if (run.folder / REPORT).exists():  # this run repeats such a step
         raise UserError(f"{sentence}; {run.folder / REPORT} names the samples.")
     folder = run.folder / FOLDER / f"step-{step:08d}"
@@ -69,12 +61,8 @@ def _write_dump(run: Run, step: int, folder: Path, result: StepResult) -> None:
         for number, (request, loss) in enumerate(zip(result.requests, result.losses))
     ]
     of_ranks = run.world.gather(rows)
-    report = {
-        "step": step,
-        "world_size": run.world.size,
-        "data": str(run.train_set.folder),
-        "micro_batches": [row for rows in of_ranks for row in rows],
-    }
+    report = {"step": step, "world_size": run.world.size, "data": str(run.train_set.folder)}
+    report["micro_batches"] = [row for rows in of_ranks for row in rows]
 
     def write() -> None:
         config = run.config.with_values({"output_dir": str(folder), "train.max_steps": step})

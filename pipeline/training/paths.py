@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.checkpoint.folder import check_source, saved_steps
 from pipeline.config import Config
 from pipeline.errors import UserError
-from pipeline.models.entry import is_timm
+from pipeline.models.registry import is_timm
 from pipeline.shards.mixed_set import of_mix
 from pipeline.shards.shard_set import check_shards
 from pipeline.stores.place import parse_place

@@ -7,8 +7,6 @@ Exit code 0: yes, and the restart is recorded in ``restarts.json`` in the run fo
 A run whose last three restarts all began at the checkpoint that is still the newest makes no progress, and is not restarted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -75,15 +73,6 @@ def read_restarts(path: Path) -> list[Restart]:
         raise UserError(f"{path} must be a list of restarts, so that they can be counted", "remove the file") from None
 
 
-def _earlier_restarts() -> int:
-    text = os.environ.get("SLURM_RESTART_COUNT", "0")
-    if not (text.isascii() and text.isdigit()):
-        raise UserError(
-            f"the environment variable SLURM_RESTART_COUNT must be a whole number, got {text!r}", "Slurm sets it, so unset it"
-        )
-    return int(text)
-
-
 def _place(step: int | None) -> str:
     return "at the beginning" if step is None else f"at step {step}"
 
@@ -103,7 +92,11 @@ def answer(program: str, description: str | None, run_folder: Callable[[Path, li
     ended = f"{exit_reason(args.exit_code)} (exit code {args.exit_code})"
     try:
         folder = Path(run_folder(args.config, args.overrides))
-        restart = allow_restart(folder, job, _earlier_restarts() + 1, args.exit_code)
+        before = os.environ.get("SLURM_RESTART_COUNT", "0")
+        if not (before.isascii() and before.isdigit()):
+            problem = f"the environment variable SLURM_RESTART_COUNT must be a whole number, got {before!r}"
+            raise UserError(problem, "Slurm sets it, so unset it")
+        restart = allow_restart(folder, job, int(before) + 1, args.exit_code)
     except Exception as error:  # whatever it is, the job script needs an answer, and its log a reason
         print(f"no restart of job {job}: {ended}, and {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1

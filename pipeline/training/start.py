@@ -1,7 +1,5 @@
 """Start or resume a run: find its checkpoint, compare config and data with it, settle, build, open the log."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,11 +78,8 @@ class PreparedRun:
 
 
 class Start:
-    """A start of a run. A dry run takes those of its steps that write nothing.
-
-    Args:
-        look_only: leave the run folder as it is, damaged and half written checkpoints too.
-    """
+    """A start of a run. A dry run takes those of its steps that write nothing. ``look_only``: leave the run folder as it is,
+    damaged and half written checkpoints too."""
 
     def __init__(self, config: Config, world: World, look_only: bool = False) -> None:
         self.config, self.world, self.look_only = config, world, look_only
@@ -92,10 +87,7 @@ class Start:
 
     def open_run(self, stop: StopSignal, heartbeat: Heartbeat, recipe: Recipe | None = None) -> Run | None:
         """Start the run, or resume it from its newest intact checkpoint; None if nothing is left to train. Collective.
-
-        Args:
-            recipe: what the config is made from, to say where they differ; None: unknown.
-        """
+        ``recipe``: what the config is made from, to say where they differ; None: unknown."""
         data = self.open_data()
         lock = open_run_folder(self.folder, self.world)
         try:
@@ -113,11 +105,8 @@ class Start:
             raise
 
     def open_data(self, cached: bool = True) -> RunData:
-        """Open both shard sets, by way of the node's cache if there is one and ``cached``.
-
-        Raises:
-            UserError: they are not intact, or do not fit the config or each other.
-        """
+        """Open both shard sets, by way of the node's cache if there is one and ``cached``. Raises UserError: they are not
+        intact, or do not fit the config or each other."""
         data, cache, readers = self.config.data, cache_of(self.config.data) if cached else None, self.world.size
         train_set = open_training_set(data.path, data.mix, readers=readers, cache=cache)
         val_set = ShardSet(data.path, "val", readers=readers, cache=cache)
@@ -126,11 +115,8 @@ class Start:
         return RunData(train_set, val_set, make_schedule(self.config, images_per_epoch(train_set), train_set.subset))
 
     def find_checkpoint(self, train_set: ShardSet | MixedSet) -> Verified | None:
-        """The checkpoint that the run resumes from, None for a new run. Collective.
-
-        Raises:
-            UserError: no checkpoint is intact, or they are of another config or data set.
-        """
+        """The checkpoint that the run resumes from, None for a new run. Collective. Raises UserError: no checkpoint is intact,
+        or they are of another config or data set."""
         if not self.look_only:
             do_in_main(lambda: sweep(self.folder), self.world)
         verified = newest_intact(self.folder, self.world, set_aside_damaged=not self.look_only)
@@ -173,15 +159,8 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         train_state.engine.decide_on_the_device(config.train.max_skipped_steps - skipped)  # type: ignore[attr-defined]
     elif settled.compile == GRAPHS:
         say_once(world, f"train.compile=graphs captures the passes of a micro-batch, not the whole step: {obstacle}")
-    compilation = Compilation(
-        settled.compile,
-        settled.precision.name,
-        folder,
-        world,
-        train_state.engine.module,
-        train_state.objective,
-        obstacle is None,
-    )
+    model, objective, precision = train_state.engine.module, train_state.objective, settled.precision.name
+    compilation = Compilation(settled.compile, precision, folder, world, model, objective, obstacle is None)
     run = Run(
         config=config,
         world=world,

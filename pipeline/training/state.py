@@ -18,7 +18,7 @@ from pipeline.config import Config
 from pipeline.errors import UserError, first_line
 from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Loader
-from pipeline.loader.sizes import SizedLoader
+from pipeline.loader.trial import SizedLoader
 from pipeline.logs.profiling import StepProfiler
 from pipeline.logs.run_files import RunEvents
 from pipeline.logs.run_log import RunLog

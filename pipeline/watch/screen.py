@@ -1,7 +1,5 @@
 """Keep the curves of runs up to date from their files, and draw a run as a page of a terminal, or as a line among several."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,11 +87,8 @@ class LiveRun(RunFiles):
 
 
 def page(run: LiveRun, console: Console, now: float | None = None) -> RenderableType:
-    """Everything about one run, as it was looked at last, in the width and the characters of the console.
-
-    Args:
-        now: Unix time in seconds; None: that of the clock.
-    """
+    """Everything about one run, as it was looked at last, in the width and the characters of the console. ``now``: Unix time in
+    seconds; None: that of the clock."""
     state, unicode = state_of(run, now), console.encoding.startswith("utf")
     lines = Table.grid(padding=(0, 1), expand=True)
     lines.add_column(width=_LABEL, style="dim", no_wrap=True)

@@ -20,7 +20,8 @@ from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.weights import SavedWeights, read_initial_weights, read_weights
 from pipeline.errors import UserError
 from pipeline.inference.trained import read_trained
-from pipeline.models import create_model, load_exported
+from pipeline.models import create_model
+from pipeline.models.weights.exported import read_exported
 from support.ranks import run_forked
 
 pytestmark = pytest.mark.multiprocess
@@ -160,7 +161,7 @@ def test_an_exported_file_is_the_model(kind: str, names: str, run: Path, saved: 
     """Guards against exported weights that are the other ones, or that nothing takes."""
     file = tmp_path / "weights.safetensors"
     command("export", run, "--output", file, "--weights", kind, "--names", names)
-    expected, model = saved.choose(kind), load_exported(file)
+    expected, model = saved.choose(kind), read_exported(file)[0]
     assert not model.training and model.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     plain = read_initial_weights(file).weights  # what train.init_from takes
@@ -192,7 +193,7 @@ def test_nothing_is_replaced_silently(run: Path, command, tmp_path: Path) -> Non
         command("export", run, "--output", file)
     assert file.read_text() == "mine"
     command("export", run, "--output", file, "--step", 2, "--force")
-    load_exported(file)
+    read_exported(file)[0]
     assert list(tmp_path.iterdir()) == [file]
 
 

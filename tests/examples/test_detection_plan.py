@@ -15,7 +15,7 @@ from examples.detection.data import mirrored, request
 from examples.detection.loop import check_same_run, learning_rate
 from pipeline.config import load_config_as
 from pipeline.errors import UserError
-from pipeline.models import create_model, entry
+from pipeline.models import create_model, registry
 from pipeline.stream.schedule import Schedule
 from support.checkpoints import STATE
 from support.launching import REPOSITORY
@@ -134,7 +134,7 @@ def narrow() -> Iterator[str]:
     import support.narrow_detector  # noqa: F401  # registers it
 
     yield "posmlp_narrow"
-    del entry.registered["posmlp_narrow"]
+    del registry.registered["posmlp_narrow"]
 
 
 def test_the_backbone_starts_from_a_classifier(narrow: str, tmp_path: Path) -> None:

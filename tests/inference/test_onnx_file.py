@@ -13,8 +13,7 @@ from PIL import Image
 from pipeline.errors import UserError
 from pipeline.export import read_subject
 from pipeline.exporting import graph
-from pipeline.inference.onnx_file import OnnxModel
-from pipeline.inference.trained import read_trained
+from pipeline.inference.trained import OnnxModel, read_trained
 from support.ranks import run_forked
 from support.small_model import write_model
 

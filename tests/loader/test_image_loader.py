@@ -332,7 +332,21 @@ def test_a_state_of_another_loader_is_refused(digits_shards: Path, monkeypatch: 
             loader.load_state_dict(state)
         assert said in str(error.value)
     monkeypatch.delenv("RANK")
-    with pytest.raises(UserError, match="RANK and WORLD_SIZE must both be set"):
+    with pytest.raises(UserError, match="WORLD_SIZE 2 requires RANK, which is not set"):
         ImageLoader(digits_shards, augment={}, **SMALL)
     closed([loader, other])
     assert os.environ["WORLD_SIZE"] == "2"
+
+
+def test_a_slurm_step_on_two_nodes_tells_rank_and_cores(digits_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a loader that divides a node's cores among the ranks of all nodes, and ranks that all take the first one's images."""
+    step = {"STEP_ID": "0", "PROCID": "3", "STEP_NUM_TASKS": "4", "LOCALID": "1", "STEP_TASKS_PER_NODE": "2(x2)"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_CPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    loader = ImageLoader(digits_shards, batch_size=16, augment={}, image_size=32, device="cpu")
+    assert (loader._batches.rank, loader._batches.world_size, loader._threads) == (3, 4, 6)
+    closed([loader])
+    assert "RANK" not in os.environ

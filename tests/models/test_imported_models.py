@@ -15,8 +15,8 @@ from pipeline.errors import UserError
 from pipeline.exporting.graph import trace
 from pipeline.inference.trained import load
 from pipeline.models import create_model, load_pretrained, registry
-from pipeline.models.entry import installed_models
 from pipeline.models.flops import count
+from pipeline.models.registry import installed_models
 from pipeline.models.timm.folder import timm_form
 from pipeline.models.weights.exported import write_exported
 from pipeline.optim.build import parameter_groups
@@ -108,7 +108,7 @@ def test_a_file_runs_no_code_of_its_own_choice(tmp_path: Path, monkeypatch: pyte
 def test_a_package_brings_models_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a group of entry points that nothing reads."""
     points = {"pervit.models": [EntryPoint("their_net", NET, "pervit.models")]}
-    monkeypatch.setattr("pipeline.models.entry.entry_points", lambda group: points[group])
+    monkeypatch.setattr("pipeline.models.registry.entry_points", lambda group: points[group])
     installed_models.cache_clear()
     try:
         assert isinstance(create_model("their_net", 3, 16).net, Net)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from pipeline.models import entry, list_models, model_entry, registry
+from pipeline.models import list_models, model_entry, registry
 from support.ranks import run_forked
 
 
@@ -22,7 +22,7 @@ def test_the_names_that_are_known_without_pytorch_are_those_that_are_registered(
     """Guards against a model that its family registers and nobody can ask for, and against a name that its family does not register."""
     for module, names in registry._FAMILIES.items():
         home = import_module(f"pipeline.models.{module}")
-        registered = [name for name, each in entry.registered.items() if each.build.func.__module__ == home.__name__]
+        registered = [name for name, each in registry.registered.items() if each.build.func.__module__ == home.__name__]
         assert sorted(registered) == sorted(names.split()), module
 
 

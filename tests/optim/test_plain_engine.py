@@ -230,7 +230,7 @@ def test_compiled_code_computes_with_the_copies(alone: World, tmp_path: Path, mo
     settings, graphs, losses = config("bf16"), [], []
     for kind in ("blocks", "off"):
         trained = Trained(settings, alone, small_deit())
-        compilation = compiling.Compilation(kind, "bf16", tmp_path, alone, trained.model, trained.state.objective)
+        compilation = compiling.Compilation(kind, "bf16", tmp_path, alone, trained.model, trained.state.objective, False)
 
         def before_forward(batch: Any, noise: Tensor | None, compilation: compiling.Compilation = compilation) -> None:
             if compilation.pending:

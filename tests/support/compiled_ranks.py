@@ -36,7 +36,7 @@ class Linear(VisionModel):
 def main() -> int:
     world, labels, turns = init_world(), torch.arange(2), []
     batch = SimpleNamespace(images=torch.randn(2, 3, 2, 2), labels=labels, other_labels=labels, weight=torch.ones(2))
-    compilation = Compilation("blocks", "fp32", Path(sys.argv[1]), world, Linear(), Objective(label_loss(TrainConfig())))
+    compilation = Compilation("blocks", "fp32", Path(sys.argv[1]), world, Linear(), Objective(label_loss(TrainConfig())), False)
     compilation.prepare(batch, None, accumulates=False, progress=lambda: turns.append(compiled()))
     print(json.dumps([compilation.kind, turns, os.environ[INDUCTOR]]))
     disconnect()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from examples.detection.train import command
-from pipeline.models.entry import register
 from pipeline.models.gated_mlp.posmlp import PosMLP, PosMLPSwitches
+from pipeline.models.registry import register
 
 WIDTH = 32  # of 96: a ninth of PosMLP-T's parameters
 

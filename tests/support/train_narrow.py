@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from pipeline import train
-from pipeline.models.entry import register
 from pipeline.models.gated_mlp.gmlp import GMLP, GMLPSwitches
 from pipeline.models.gated_mlp.posmlp import PosMLP, PosMLPSwitches
 from pipeline.models.lsat.blocks import SHIFTS_224
 from pipeline.models.lsat.model import LSAT, LSATLayout, LSATSwitches
+from pipeline.models.registry import register
 
 
 def main() -> int:

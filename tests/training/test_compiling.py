@@ -138,7 +138,7 @@ def test_a_compiled_step_is_the_same(
 
     statistics = StepStatistics(model, world)
     statistics.begin()
-    compilation = Compilation(kind, precision, tmp_path / "run", world, model, objective := plain())
+    compilation = Compilation(kind, precision, tmp_path / "run", world, model, objective := plain(), False)
     compilation.prepare(batch, noise, accumulates=True)
     assert compilation.kind == kind and not compilation.pending
     assert list(model.state_dict()) == list(state) and list(dict(model.named_parameters())) == [
@@ -174,7 +174,7 @@ def test_inductor_gives_the_same_gradients(world: World, tmp_path: Path) -> None
     batch, noise = micro_batch(), torch.rand(4, model.noise_per_sample)
     reference = copy.deepcopy(model)
     expected = gradients(reference, batch, noise, "fp32")
-    compilation = Compilation("blocks", "fp32", tmp_path / "run", world, model, objective := plain())
+    compilation = Compilation("blocks", "fp32", tmp_path / "run", world, model, objective := plain(), False)
     compilation.prepare(batch, noise, accumulates=False)
     assert compilation.kind == "blocks"
     loss, gradient = gradients(model, batch, noise, "fp32", objective)
@@ -203,7 +203,7 @@ def test_a_failure_leaves_everything_as_it_was(
     batch, noise = micro_batch(), torch.rand(4, model.noise_per_sample)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     expected = gradients(copy.deepcopy(model), batch, noise, "fp32")
-    compilation = Compilation("blocks", "fp32", tmp_path / "run", world, model, objective := plain())
+    compilation = Compilation("blocks", "fp32", tmp_path / "run", world, model, objective := plain(), False)
     compilation.prepare(batch, noise, accumulates=False)
     assert compilation.kind == "off" and objective == plain() and not compilation.pending
     (warning,) = capsys.readouterr().err.splitlines()

@@ -12,7 +12,8 @@ from faults.history import same_files
 from pipeline.checkpoint.folder import latest_step, saved_steps
 from pipeline.checkpoint.weights import read_weights
 from pipeline.inference.trained import read_trained
-from pipeline.models import load_exported, registry
+from pipeline.models import registry
+from pipeline.models.weights.exported import read_exported
 from support import their_augs, their_nets
 from support.ranks import Job, run_forked
 from support.runs import step_rows
@@ -64,7 +65,7 @@ def test_a_killed_run_goes_on_and_is_used_and_exported(
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 1 + 359
     for form, file in (("safetensors", "net.safetensors"), ("torch-export", "net.pt2")):
         run_forked("pipeline.export", straight, "--format", form, "--output", tmp_path / file, **trusted)
-    assert torch.equal(load_exported(tmp_path / "net.safetensors")(images), scores)
+    assert torch.equal(read_exported(tmp_path / "net.safetensors")[0](images), scores)
     graph = torch.export.load(tmp_path / "net.pt2").module()
     torch.testing.assert_close(graph(images), scores, rtol=1e-4, atol=1e-4)
     refused = run_forked("pipeline.evaluate", "--checkpoint", straight, "--data", data, folder=code, check=False)

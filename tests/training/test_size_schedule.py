@@ -14,7 +14,7 @@ from pipeline.cluster.world import World
 from pipeline.config import AugmentConfig, config_from_dict
 from pipeline.errors import UserError
 from pipeline.loader.loader import Loader
-from pipeline.loader.sizes import SizedLoader
+from pipeline.loader.trial import SizedLoader
 from pipeline.shards.shard_set import ShardSet
 from pipeline.training.building import check_alone
 from support.batches import train_batches

@@ -21,7 +21,7 @@ from faults.history import same_files
 from pipeline.checkpoint.folder import latest_step, step_folder
 from pipeline.checkpoint.weights import export
 from pipeline.inference.trained import read_trained
-from pipeline.models import load_exported
+from pipeline.models.weights.exported import read_exported
 from support.ranks import Job, run_forked
 from support.runs import step_rows
 from support.timm_models import ARCHITECTURES, SIZE, installed_timm, overrides
@@ -74,7 +74,7 @@ def whole_life(kind: str, config: Path, folder: Path) -> None:
     trained, images = read_trained(straight), torch.randn(2, 3, SIZE, SIZE)
     model = trained.build_model()
     with torch.inference_mode():
-        assert torch.equal(load_exported(file)(images), model(images))
+        assert torch.equal(read_exported(file)[0](images), model(images))
     if table := os.environ.get("PERVIT_TIMM_TABLE"):
         about = [line for line in log.splitlines() if "GMACs" in line]
         row = {

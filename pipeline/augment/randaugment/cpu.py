@@ -4,8 +4,6 @@ Pillow's C core releases the GIL in the expensive operations, so that images are
 loops, which build lookup tables from histograms, are replaced by NumPy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

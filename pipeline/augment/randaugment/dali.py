@@ -5,8 +5,6 @@ Pillow's arithmetic. Results differ by one or two levels of 255 in equalize, whe
 operations for values within float32's rounding error of the next level.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

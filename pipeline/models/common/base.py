@@ -1,7 +1,5 @@
 """Define the base class of all models: the interface that training, evaluation and checkpoints rely on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -80,15 +78,12 @@ class VisionModel(nn.Module):
         self._drops = any(rate > 0 for rate in drop_path_rates)
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Class scores.
+        """Class scores, (B, num_classes).
 
         Args:
             images: (B, 3, H, W) of a size that the model takes; UserError for another.
             noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth and dropout; None: drawn from PyTorch's
                 generator. The training loop passes numbers that do not depend on the world size. Unused in eval mode.
-
-        Returns:
-            (B, num_classes).
         """
         raise NotImplementedError
 
@@ -218,10 +213,6 @@ class VisionModel(nn.Module):
     def _block_prefixes(self) -> list[str]:
         """Prefixes of the names of each block's parameters, such as ``stages.2.blocks.0.``, in order of execution."""
         return [f"{name}." for name, _ in self.named_modules() if re.fullmatch(r"(\w+\.\d+\.)?blocks\.\d+", name)]
-
-    def in_features_only(self, name: str) -> bool:
-        """Whether a parameter of that name is one that the feature form has and the classifier lacks."""
-        return name.startswith("output_norms.")
 
     def position_names(self) -> set[str]:
         """Position embeddings (..., tokens, D), which are resampled when weights are transferred to another image size."""

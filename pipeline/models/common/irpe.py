@@ -5,8 +5,6 @@ The score of query i and key j gets the product of query i with a learned vector
 indices, of the offsets in rows and in columns, which are exact nearby and grow like the logarithm far away.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -35,12 +33,9 @@ def piecewise_index(offset: Tensor) -> Tensor:
 
 @constant_table
 def bucket_table(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Bucket of every query and key (Eq. 25), class token first, and N = rows * columns patches in row-major order.
-
-    Returns:
-        (N + 1, N + 1) int64: [q, k] = SIDE * (index of the row offset + int(β)) + (that of the column offset + int(β)), offsets
-        from key to query; the last bucket to and from the class token.
-    """
+    """Bucket of every query and key (Eq. 25), class token first, and N = rows * columns patches in row-major order. Returns
+    (N + 1, N + 1) int64: [q, k] = SIDE * (index of the row offset + int(β)) + (that of the column offset + int(β)), offsets
+    from key to query; the last bucket to and from the class token."""
     y, x = (axis.flatten() for axis in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))  # (N,)
     by_row, by_column = (piecewise_index(axis[:, None] - axis[None, :]) + int(BETA) for axis in (y, x))  # (N, N)
     return F.pad(SIDE * by_row + by_column, (1, 0, 1, 0), value=BUCKETS - 1).to(device)

@@ -1,7 +1,5 @@
 """Share between the families: MLP, dropout, checks of sizes, initialization, typed module lists, constant tables, resampling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
@@ -62,20 +60,18 @@ def check_sides(sides: Iterable[int], unit: int, least: int | None = None, of_im
     for side in sides:
         if side % unit or side < least:
             near = max(least, round(side / unit) * unit)
-            raise UserError(
-                f"{'a side of an image' if of_images else 'model.image_size'} must be a multiple of {unit} and at least {least}, got {side}",
-                f"pad or resize the images, for example to {near}" if of_images else f"set it to {near}",
-            )
+            what = "a side of an image" if of_images else "model.image_size"
+            remedy = f"pad or resize the images, for example to {near}" if of_images else f"set it to {near}"
+            raise UserError(f"{what} must be a multiple of {unit} and at least {least}, got {side}", remedy)
 
 
 def check_same_size(images: Tensor, side: int) -> None:
     """Raise a UserError unless images (B, 3, H, W) have the size that a model with weights for each position was built for."""
     height, width = images.shape[-2:]
     if height != side or width != side:
-        raise UserError(
-            f"an image has {height} x {width} pixels, but the model was built for {side} x {side} pixels, with weights for each position",
-            "set model.image_size to the size of the images, or resize them",
-        )
+        built = f"the model was built for {side} x {side} pixels, with weights for each position"
+        remedy = "set model.image_size to the size of the images, or resize them"
+        raise UserError(f"an image has {height} x {width} pixels, but {built}", remedy)
 
 
 def init_linear(module: nn.Module) -> None:

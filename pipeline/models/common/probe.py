@@ -14,8 +14,6 @@ Outside of both the function is never called, and neither changes the forward pa
 use: ``attention``, ``phi_p``, ``phi_c``, ``gate``, ``position``, ``covariance``; the docstrings of the modules give the shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Share the plain vision transformer (Dosovitskiy et al., ICLR 2021) in DeiT's form between DeiT, DeiT III and ConViT."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

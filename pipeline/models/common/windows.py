@@ -6,8 +6,6 @@ weight from the tokens at the border). Nearly all windows have the same connecti
 once for each window, of which an image of 800 x 1333 pixels has hundreds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -30,17 +28,11 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiling:
-    """Windows on a grid, padded to whole windows at the bottom and right.
+    """Windows on a grid, padded to whole windows at the bottom and right."""
 
-    Attributes:
-        grid: (rows, columns) of tokens.
-        window: side of a window; N = window² tokens.
-        shifts: offset of the first window, (down, right); the last windows wrap around.
-    """
-
-    grid: tuple[int, int]
-    window: int
-    shifts: tuple[int, int] = (0, 0)
+    grid: tuple[int, int]  # (rows, columns) of tokens
+    window: int  # side of a window; N = window² tokens
+    shifts: tuple[int, int] = (0, 0)  # offset of the first window, (down, right); the last windows wrap around
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -69,8 +61,7 @@ class Tiling:
         return x[:, : self.grid[0], : self.grid[1]] if self.padded != self.grid else x
 
     def connected(self, device: torch.device) -> Tensor | None:
-        """The pairs of tokens of a window that are adjacent in the image, not joined by wrapping around or padding: (windows, N, N)
-        bool; None: all."""
+        """Token pairs of a window that the image has together, not by wrapping or padding: (windows, N, N) bool; None: all."""
         return connected_tokens(self.grid, self.window, self.shifts, False, device) if self._has_regions() else None
 
     def connected_kinds(self, device: torch.device) -> tuple[Tensor | None, Runs | None]:
@@ -97,12 +88,9 @@ def connected_tokens(
     grid: tuple[int, int], window: int, shifts: tuple[int, int], by_kind: bool, device: torch.device
 ) -> Tensor:
     """Which tokens of a window, or of a window of each kind, are in the same region: (windows or kinds, N, N) bool."""
-    rows, columns = (
-        torch.tensor(
-            [kind for kind, count in _kinds(size, window, shift) for _ in range(1 if by_kind else count)], device=device
-        )
-        for size, shift in zip(grid, shifts)
-    )  # (windows or runs along the axis, window) each
+    along = [_kinds(size, window, shift) for size, shift in zip(grid, shifts)]
+    labels = ([kind for kind, count in kinds for _ in range(1 if by_kind else count)] for kinds in along)
+    rows, columns = (torch.tensor(each, device=device) for each in labels)  # (windows or runs along the axis, window) each
     regions = (_PADDING + 1) * rows[:, None, :, None] + columns[None, :, None, :]  # (rows, columns, window, window)
     regions = regions.flatten(0, 1).flatten(1)  # (windows or kinds, N)
     return regions[:, :, None] == regions[:, None, :]

@@ -4,8 +4,6 @@ LayerNorm, Linear, GELU, gating unit, Linear, residual. The gating unit splits t
 one half and multiplies the result with the other. The block replaces both attention and MLP of a transformer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -78,10 +76,8 @@ class GatingUnit(nn.Module):
         super().__init__()
         part = width // 2 if switches.split else width
         if part % groups:
-            raise UserError(
-                f"model.switches.groups must divide the {part} mixed channels, got {groups}",
-                "set it to a power of two, for example 8",
-            )
+            problem = f"model.switches.groups must divide the {part} mixed channels, got {groups}"
+            raise UserError(problem, "set it to a power of two, for example 8")
         self.out_width = 2 * part if switches.combine == "concatenate" else part
         self.split, self.combine, self.mixes_first_half = switches.split, switches.combine, code.mixes_first_half
         self.norm = nn.LayerNorm(part, eps=code.norm_eps) if switches.normalises else nn.Identity()

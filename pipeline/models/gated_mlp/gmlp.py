@@ -5,8 +5,6 @@ Size as in the paper's Table 1; details as in timm's ``gmlp_s16_224``, whose wei
 Probes of every block: ``position`` and, with ``mixing: ggqpe``, ``covariance`` (:mod:`pipeline.models.gated_mlp.token_mixing`).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Literal
 
@@ -17,8 +15,8 @@ from torch import Tensor, nn
 from pipeline.models.common.base import ModelOptions, VisionModel, scales_of_block
 from pipeline.models.common.layers import LAYER_NORM_EPS, PATCH, ModuleList, check_same_size, check_sides
 from pipeline.models.common.windows import Tiling
-from pipeline.models.entry import register
 from pipeline.models.gated_mlp.gating import GMLP_CODE, GROUPED, GatedBlock, GatingSwitches, run_in_windows
+from pipeline.models.registry import register
 
 TRUNCATED_STD = 0.87962566103423978  # of a normal distribution cut off at two standard deviations
 GROUPS = 8  # default channel groups of grouped maps (PosMLP, Table 3)
@@ -35,16 +33,13 @@ class GMLPSwitches(GatingSwitches):
 
 class GMLP(VisionModel):
     """Vision MLP with spatial gating units: 16x16 patches, identical blocks that mix all tokens, average pooling, classifier.
+    Raises UserError: ``image_size`` or the groups do not fit.
 
     Args:
         width: channels of a token.
-        depth: number of blocks.
         ratio: the gating units have ``ratio * width`` input channels.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size, because there is a mixing weight per pair of
             tokens, but in the feature form. ``drop_path``: of all blocks.
-
-    Raises:
-        UserError: ``image_size`` or the groups do not fit.
     """
 
     image_format = torch.contiguous_format
@@ -67,10 +62,7 @@ class GMLP(VisionModel):
         self.blocks = ModuleList(GatedBlock(width, ratio, window, groups, switches, GMLP_CODE) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.head = nn.Linear(width, settings.num_classes)
-        self._init_weights()
-
-    def _init_weights(self) -> None:
-        """As in timm: Xavier weights and near-zero biases in the blocks, zero-initialized classifier."""
+        # As in timm: Xavier weights and near-zero biases in the blocks, zero-initialized classifier.
         for block in self.blocks:
             for linear in (block.fc1, block.fc2):
                 nn.init.xavier_uniform_(linear.weight)

@@ -1,12 +1,9 @@
 """PosMLP-T/S/B (Wang et al., "Parameterization of Cross-Token Relations with Relative Positional Encoding for Vision MLP",
 ACM MM 2022; layout: Table 11).
 
-A four-stage pyramid of gated blocks on windows. Where paper and published code differ, this follows the code, so that
-``load_reference_state_dict`` can load the authors' weights. Probes of every block: ``position`` and, with ``mixing: ggqpe``,
+A four-stage pyramid of gated blocks on windows. Probes of every block: ``position`` and, with ``mixing: ggqpe``,
 ``covariance`` (:mod:`pipeline.models.gated_mlp.token_mixing`).
 """
-
-from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
@@ -18,11 +15,11 @@ from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, VisionModel, dropout_factors, linear_drop_path, scales_of_block
 from pipeline.models.common.layers import LAYER_NORM_EPS, ModuleList, check_same_size, check_sides, init_linear_and_convolution
 from pipeline.models.common.windows import Tiling, relative_index
-from pipeline.models.entry import register
 from pipeline.models.gated_mlp import posmlp_layers as layers
 from pipeline.models.gated_mlp.gating import GROUPED, POSMLP_CODE, GatedBlock, GatingSwitches, run_in_windows
 from pipeline.models.gated_mlp.posmlp_layers import STEM_STRIDE
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, quadratic_terms
+from pipeline.models.registry import register
 
 STRIDE = 32  # of the last stage
 DEPTHS = (2, 2, 18, 2)  # blocks per stage, Table 11
@@ -87,16 +84,13 @@ _POSGU_NAMES = (
 
 
 class PosMLP(VisionModel):
-    """Vision MLP with positional spatial gating units.
+    """Vision MLP with positional spatial gating units. Raises UserError: ``image_size``, windows or groups do not fit.
 
     Args:
         width: channels of the first stage; each further stage doubles them.
         options: ``image_size``: a multiple of 32. ``forward`` takes other sizes too if the windows tile their tokens: with the
             default windows, multiples of ``image_size``. The feature form takes any multiple of 4. ``activation_checkpointing``:
             not of the stem, whose BatchNorm would update its statistics twice.
-
-    Raises:
-        UserError: ``image_size``, windows or groups do not fit.
     """
 
     image_format = torch.contiguous_format
@@ -211,21 +205,16 @@ class PosMLP(VisionModel):
         outputs: list[Tensor] = []
         first = 0  # block of the stage
         for stage in self.stages:
-            last = first + len(stage.blocks)
-            of_stage = None if scales is None else scales[:, first:last]
-            x = self._run_stage(stage, stage.merging(x), of_stage, for_blocks[:, first:last], shifts)
+            x = stage.merging(x)  # (B, rows, columns, width)
+            grid = (int(x.shape[1]), int(x.shape[2]))
+            for i, block in enumerate(stage.blocks):
+                tiling = Tiling(grid, stage.window, self._shifts(grid, stage.window) if shifts and i % 2 else (0, 0))
+                dropout = for_blocks[:, first + i] if for_blocks.shape[1] else None  # (B,)
+                scale = scales_of_block(scales, first + i, branches=1)  # (B, 1) or None
+                x = run_in_windows(self, block, x, tiling, scale, dropout)
             outputs.append(x)
-            first = last
+            first += len(stage.blocks)
         return outputs, for_head
-
-    def _run_stage(self, stage: Stage, x: Tensor, scales: Tensor | None, noise: Tensor, shifts: bool) -> Tensor:
-        """x (B, rows, columns, width), scales (B, blocks of this stage) or None, noise (B, blocks or 0) -> the same shape as x."""
-        grid = (int(x.shape[1]), int(x.shape[2]))
-        for i, block in enumerate(stage.blocks):
-            tiling = Tiling(grid, stage.window, self._shifts(grid, stage.window) if shifts and i % 2 else (0, 0))
-            dropout = noise[:, i] if noise.shape[1] else None  # (B,)
-            x = run_in_windows(self, block, x, tiling, scales_of_block(scales, i, branches=1), dropout)
-        return x
 
     def _shifts(self, grid: tuple[int, int], window: int) -> tuple[int, int]:
         """Half a window along each axis of several windows; both axes go together in a classifier, as in the published code."""
@@ -239,11 +228,9 @@ def check_windows(windows: list[int] | tuple[int, ...], height: int, width: int)
     for stage, window in enumerate(windows):
         stride = STEM_STRIDE * 2**stage
         if height % (stride * window) or width % (stride * window):
-            raise UserError(
-                f"an image of {height}x{width} pixels does not divide into the windows of stage {stage + 1}, whose side is "
-                f"{window} tokens",
-                f"change model.image_size or model.switches.windows: sides must be multiples of {stride * window} pixels",
-            )
+            windows_of = f"the windows of stage {stage + 1}, whose side is {window} tokens"
+            remedy = f"change model.image_size or model.switches.windows: sides must be multiples of {stride * window} pixels"
+            raise UserError(f"an image of {height}x{width} pixels does not divide into {windows_of}", remedy)
 
 
 register(

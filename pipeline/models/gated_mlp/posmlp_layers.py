@@ -4,8 +4,6 @@ Token grids are channels-last. Stems: (B, 3, H, W) -> (B, H / 4, W / 4, width). 
 (B, rows / 2, columns / 2, 2 * width). Position: (B, rows, columns, width) -> the same shape.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

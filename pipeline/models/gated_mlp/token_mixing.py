@@ -6,8 +6,6 @@ depends on parameters only, not on the image, and is computed once per layer and
 :class:`GaussianMap` is a Gaussian of the relative position with six parameters per group.
 """
 
-from __future__ import annotations
-
 from typing import Literal, cast
 
 import torch
@@ -28,10 +26,8 @@ TOKEN_WEIGHT_STD = 1e-6  # SGU: near zero, so that the gate is initially its bia
 def quadratic_terms(window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """r of Eq. 8: relative positions of all pairs with their quadratic terms.
 
-    As in the published code, the two axes have opposite signs: dx = x_key - x_query, dy = y_query - y_key.
-
-    Returns:
-        (N, N, 5): [query, key] = (dx, dy, dx², dy², dx dy), N = window², tokens in row-major order.
+    As in the published code, the two axes have opposite signs: dx = x_key - x_query, dy = y_query - y_key. Returns (N, N, 5):
+    [query, key] = (dx, dy, dx², dy², dx dy), N = window², tokens in row-major order.
     """
     index = torch.arange(window * window, device=device)
     y, x = index // window, index % window  # (N,)

@@ -1,8 +1,6 @@
 """Define LSAT's layers (Sheynin et al., 2021): shift embeddings of every patch from T slightly shifted images (Sec. 3.1); attention
 within groups of tokens, the block and the downsampling (Sec. 3.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from math import isqrt

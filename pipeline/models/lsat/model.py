@@ -5,16 +5,11 @@ Every patch is embedded T times, each time from a slightly shifted image. In the
 variants (local attention); the others are ordinary transformer blocks over the patches (global attention), on levels of
 decreasing resolution. Tokens have shape (B, N, T, width) throughout; T = 1 after the local block, which pools the variants.
 
-Where paper and published code differ, this follows the code, so that ``load_reference_state_dict`` can load the authors'
-weights; each such place says so.
-
 Table 6 (Sec. 4.1) has neither published code nor parameter counts. Variant I replaces the local block as a whole by one of Swin's,
 without shifted windows, which only every second block of Swin has. Variant II changes in LSAT's block what the paper names,
 embedding and projection, and keeps norms, MLP and position embedding. In both a patch has no shifted variants, which neither block
 takes, and the global blocks are LSAT's.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +21,6 @@ from pipeline.config import PositiveInt
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scales_of_block
 from pipeline.models.common.layers import LAYER_NORM_EPS, ModuleList, check_same_size, check_sides, init_linear_and_convolution
-from pipeline.models.entry import register
 from pipeline.models.lsat.blocks import (
     SHIFTS_32,
     SHIFTS_224,
@@ -38,6 +32,7 @@ from pipeline.models.lsat.blocks import (
     translate,
 )
 from pipeline.models.lsat.table6 import ConvolutionalProjection, CvTBlock, SwinBlock, TokenEmbedding, overlapping
+from pipeline.models.registry import register
 
 AnyBlock = Block | SwinBlock | CvTBlock
 
@@ -93,16 +88,12 @@ class Level(nn.Module):
 
 
 class LSAT(VisionModel):
-    """Locally shifted attention transformer.
+    """Locally shifted attention transformer. Raises UserError: ``image_size`` or ``switches.heads`` does not suit the layout.
 
     Args:
-        layout: a column of Table 2.
         options: ``image_size``: a multiple of the patch embedding's stride, large enough for a token on the last level.
             ``forward`` takes no other size, because of the position embeddings, except in the feature form. ``drop_path``: of
             every branch (0.1 in the published code).
-
-    Raises:
-        UserError: ``image_size`` or ``switches.heads`` does not suit the layout.
     """
 
     switches: LSATSwitches
@@ -214,10 +205,8 @@ def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbeddi
 def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int, switches: LSATSwitches) -> Level:
     width, heads = layout.widths[level], switches.heads or layout.heads[level]
     if width % heads:
-        raise UserError(
-            f"model.switches.heads must divide the width of level {level + 1}, {width}, got {heads}",
-            f"set it to {max(n for n in range(1, heads) if width % n == 0)}",
-        )
+        problem = f"model.switches.heads must divide the width of level {level + 1}, {width}, got {heads}"
+        raise UserError(problem, f"set it to {max(n for n in range(1, heads) if width % n == 0)}")
     kv_heads = heads if (switches.kv_heads or layout.kv_heads) == "per_head" else 1
     local, side = level == 0 and variants > 1, image_size // layout.stride
     tokens = grid_side(side, level) ** 2

@@ -6,8 +6,6 @@ The projection's BatchNorms are not part of the block: activation checkpointing 
 compiled code would be made again for the momentum of each micro-batch.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

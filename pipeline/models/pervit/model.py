@@ -1,8 +1,4 @@
-"""PerViT-T/S/M (Min et al., "Peripheral Vision Transformer", NeurIPS 2022; layout: Supplement Table S5).
-
-Where paper and published code differ, this follows the code, so that ``load_reference_state_dict`` can load the authors'
-weights; each such place says so.
-"""
+"""PerViT-T/S/M (Min et al., "Peripheral Vision Transformer", NeurIPS 2022; layout: Supplement Table S5)."""
 
 from __future__ import annotations
 
@@ -19,9 +15,9 @@ from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path
 from pipeline.models.common.layers import LAYER_NORM_EPS, MLP, PATCH, ModuleList, check_same_size, check_sides, init_linear
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import PositionEmbedding, SelfAttention, merge_heads, split_heads
-from pipeline.models.entry import register
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
+from pipeline.models.registry import register
 
 LEAST_SIDE = 2 * PATCH  # of an image: Φp needs two tokens along an axis
 
@@ -82,10 +78,8 @@ class PerViTLayout:
         for width in widths:
             if width % self.heads:
                 near = max(1, round(width / self.heads)) * self.heads
-                raise UserError(
-                    f"model.switches.widths has {width}, but a width must be a multiple of the {self.heads} heads",
-                    f"set it to {near}",
-                )
+                problem = f"model.switches.widths has {width}, but a width must be a multiple of the {self.heads} heads"
+                raise UserError(problem, f"set it to {near}")
         return replace(self, widths=widths, stem_widths=(*self.stem_widths[:-1], widths[0]))
 
 
@@ -188,15 +182,12 @@ class PerViT(PhiModel):
     """Peripheral Vision Transformer.
 
     Args:
-        layout: widths and depths.
         options: ``image_size``: a multiple of 16, at least 32. ``forward`` takes other sizes too: Φp is computed for the grid of
             the image. ``activation_checkpointing``: neither of the stem, whose BatchNorm would update its statistics twice, nor of
             Φp, whose activations do not grow with the batch.
 
-    Probes of every layer: ``phi_p``, ``phi_c`` and ``attention``, see :class:`PeripheralAttention`.
-
-    Raises:
-        UserError: ``image_size`` does not fit the stem, or a width the heads.
+    Probes of every layer: ``phi_p``, ``phi_c`` and ``attention``, see :class:`PeripheralAttention`. Raises UserError:
+    ``image_size`` does not fit the stem, or a width the heads.
     """
 
     reference_names = (

@@ -67,10 +67,7 @@ class PhiModel(VisionModel):
 
     def add_phi_inputs(self, heads: int, side: int, design: PhiDesign) -> None:
         """Create the modules shared by all layers: the scales of the distances, and the distances themselves if learned.
-
-        Args:
-            side: rows and columns of the patch grid, at least 2; fixed for the model only if distances are learned.
-        """
+        ``side``: rows and columns of the patch grid, at least 2; fixed for the model only if distances are learned."""
         if side < 2:
             raise UserError(f"model.image_size gives {side} x {side} patches, but Φp requires at least 2 x 2", "set it to 32")
         self.phi_design = design
@@ -84,9 +81,8 @@ class PhiModel(VisionModel):
         if self.phi_design is None:
             return [None] * len(self.blocks)
         if min(grid) < 2:  # of one patch the coordinates cannot be normalized
-            raise UserError(
-                f"the images give {grid[0]} x {grid[1]} patches, but Φp requires at least 2 x 2", "pad or resize them"
-            )
+            problem = f"the images give {grid[0]} x {grid[1]} patches, but Φp requires at least 2 x 2"
+            raise UserError(problem, "pad or resize them")
         # A graph of torch.export has the maps' own operators, whatever was computed before.
         cacheable = not self.training and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
         if cacheable:
@@ -97,18 +93,15 @@ class PhiModel(VisionModel):
         scale, offset = self.distance_scales()
         layers = [block.position for block in self.blocks]
         maps: list[Tensor | None]
-        if self._can_group(layers[0], distance.device):
+        # ZeRO-3 gathers a module's parameters when the module is called, and marks them with a number.
+        sharded = any(hasattr(parameter, "ds_id") for parameter in layers[0].parameters())
+        if not sharded and (distance.device.type != "cpu" if self.groups_phi is None else self.groups_phi):
             maps = [*grouped_log_phi(layers, distance, scale, offset)]
         else:
             maps = [layer(distance, scale, offset) for layer in layers]
         if cacheable and type(maps[0]) is Tensor:  # a fake tensor, of torch.export for example, has no values
             self._phi_cache = (key, maps)
         return maps
-
-    def _can_group(self, layer: nn.Module, device: torch.device) -> bool:
-        # ZeRO-3 gathers a module's parameters when the module is called, and marks them with a number.
-        sharded = any(hasattr(parameter, "ds_id") for parameter in layer.parameters())
-        return not sharded and (device.type != "cpu" if self.groups_phi is None else self.groups_phi)
 
     def _distances(self, grid: tuple[int, int], design: PhiDesign) -> Tensor:
         if design.distance == "learned":

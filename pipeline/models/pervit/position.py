@@ -6,8 +6,6 @@ convolution, instance norm, sigmoid. It depends on parameters only and is comput
 (:mod:`pipeline.models.pervit.phi_model`). :class:`PhiDesign` holds the variants of Table 5.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,10 +45,8 @@ def position_distances(height: int, width: int, device: torch.device, dtype: tor
     """Euclidean distance from every query to every key, including keys beyond the border.
 
     Coordinates follow the authors' code: ``n`` points on [-1, 1] per axis; the grid of the keys extends by ``border`` steps of
-    the same length on each side, so that the convolutions see true distances instead of zero padding.
-
-    Returns:
-        (N, 1, height + 2 * border, width + 2 * border) with N = height * width queries in row-major order.
+    the same length on each side, so that the convolutions see true distances instead of zero padding. Returns
+    (N, 1, height + 2 * border, width + 2 * border) with N = height * width queries in row-major order.
     """
 
     def axis(n: int) -> tuple[Tensor, Tensor]:
@@ -85,11 +81,9 @@ class LearnedVectors(nn.Module):
 
     def forward(self, grid: tuple[int, int]) -> Tensor:
         if grid != self.grid:
-            raise UserError(
-                f"the image gives {grid[0]} x {grid[1]} tokens, but model.switches.phi_p_distance=learned has vectors for "
-                f"{self.grid[0]} x {self.grid[1]}",
-                "use images of model.image_size, or phi_p_distance=euclidean",
-            )
+            learned = f"model.switches.phi_p_distance=learned has vectors for {self.grid[0]} x {self.grid[1]}"
+            problem = f"the image gives {grid[0]} x {grid[1]} tokens, but {learned}"
+            raise UserError(problem, "use images of model.image_size, or phi_p_distance=euclidean")
         rows, columns = grid
         queries = self.weight[:, self.border : self.border + rows, self.border : self.border + columns]
         queries = queries.flatten(1).transpose(0, 1)  # (N, channels)
@@ -191,14 +185,11 @@ class PeripheralPosition(nn.Module):
 
     def forward(self, distance: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         """Log of the position-based attention, as log-sigmoid: the log of a sigmoid would underflow to -inf for distant keys in
-        the first layers.
+        the first layers. Returns (heads, N, N): log Φp[head, query, key].
 
         Args:
             distance: (N, 1 or 4 * heads, H + 2 * border, W + 2 * border) of :func:`position_distances`, :class:`LearnedVectors`.
             scale, offset: (4 * heads,) from :class:`DistanceScales`.
-
-        Returns:
-            (heads, N, N): log Φp[head, query, key].
         """
         # Full precision even under autocast: the maps are small, and their rounding error would affect every image.
         with torch.autocast(distance.device.type, enabled=False):

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import UserError, first_line
 from pipeline.models.common.base import Switches, VisionModel
-from pipeline.models.entry import TIMM_PREFIX, ModelEntry
+from pipeline.models.registry import TIMM_PREFIX, ModelEntry
 from pipeline.models.timm.network import Maker, Trial, build_network, drop_rate, import_timm, scales_kept, try_out
 
 NET = "net."  # before the network's own names of parameters
@@ -82,14 +82,8 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 class WrappedClassifier(VisionModel):
-    """The classifier ``net``, whose modules of stochastic depth are exchanged for :class:`~StreamDropPath`.
-
-    Args:
-        heads: names of its classifiers' modules.
-
-    Raises:
-        UserError: the network has no activation checkpointing.
-    """
+    """The classifier ``net``, whose modules of stochastic depth are exchanged for :class:`~StreamDropPath`. ``heads``: names of
+    its classifiers' modules. Raises UserError: the network has no activation checkpointing."""
 
     library = "its code"
 
@@ -102,10 +96,8 @@ class WrappedClassifier(VisionModel):
             try:
                 net.set_grad_checkpointing(True)
             except (AssertionError, AttributeError) as error:
-                raise UserError(
-                    f"train.activation_checkpointing is true, but {name} has none in {self.library} ({first_line(error)})",
-                    "set train.activation_checkpointing=false",
-                ) from None
+                problem = f"train.activation_checkpointing is true, but {name} has none in {self.library} ({first_line(error)})"
+                raise UserError(problem, "set train.activation_checkpointing=false") from None
         self.name, self.net, self.trial = name, net, trial
         self.draws_from_generator = bool(trial.draws)
         streamed = {path: StreamDropPath(drop_rate(path), scales_kept(path), calls) for path, calls in paths}
@@ -139,25 +131,17 @@ class WrappedClassifier(VisionModel):
         for path in self._streamed:
             path.take(None if scales is None else scales[:, column : column + path.calls])
             column += path.calls
-        self._let_norms_update()
+        for norm, momentum in zip(self._norms, self._momenta):  # as before, where nobody has set one since
+            norm.momentum = momentum if norm.momentum == 0.0 else norm.momentum
+        self._momenta = []
         with seeded(self.generator_seed if self.training and self.draws_from_generator else None, images.device):
             scores = self.net(images)
         if self.training and self.activation_checkpointing:
-            self._keep_norms()
+            # The recomputation in the backward pass must not update BatchNorm's statistics once more.
+            self._momenta = [norm.momentum for norm in self._norms]
+            for norm in self._norms:
+                norm.momentum = 0.0
         return scores
-
-    def _keep_norms(self) -> None:
-        """The recomputation in the backward pass must not update BatchNorm's statistics once more."""
-        self._momenta = [norm.momentum for norm in self._norms]
-        for norm in self._norms:
-            norm.momentum = 0.0
-
-    def _let_norms_update(self) -> None:
-        """Undo :meth:`_keep_norms` where nobody has set a momentum since."""
-        for norm, momentum in zip(self._norms, self._momenta):
-            if norm.momentum == 0.0:
-                norm.momentum = momentum
-        self._momenta = []
 
     def whole(self) -> tuple[nn.Module, str]:
         return self.net, "forward"
@@ -197,10 +181,9 @@ class WrappedClassifier(VisionModel):
     def remarks(self, mean: Sequence[float], std: Sequence[float]) -> list[str]:
         sentences = [f"{self.name}: {len(self.drop_path_rates)} branches of stochastic depth from the stream"]
         if self.draws_from_generator:
-            sentences.append(
-                f"note: {self.name} also draws otherwise ({', '.join(self.trial.draws)}), from a generator that is seeded for each "
-                f"micro-batch: the same again after a restart on the same number of processes, not on another"
-            )
+            draws = f"note: {self.name} also draws otherwise ({', '.join(self.trial.draws)})"
+            again = "the same again after a restart on the same number of processes, not on another"
+            sentences.append(f"{draws}, from a generator that is seeded for each micro-batch: {again}")
         return sentences
 
 
@@ -217,21 +200,16 @@ class TimmClassifier(WrappedClassifier):
 
     def prepared_weights(self, weights: Mapping[str, Tensor], source: str) -> Mapping[str, Tensor]:
         """Weights under timm's names, the authors' or ours (``net.`` before timm's) through timm's own filter, which renames and resamples
-        what this model needs.
-
-        Raises:
-            UserError: the filter fails on them.
-        """
+        what this model needs. Raises UserError: the filter fails on them."""
         plain = {name.removeprefix(NET): value for name, value in weights.items()}
         convert = self._checkpoint_filter()
         if convert is not None:
             try:
                 plain = convert(dict(plain), self.net)
             except Exception as error:  # of timm's code, on names or shapes that it does not expect
-                raise UserError(
-                    f"{source} does not fit {self.name} (timm's filter of its checkpoints: {type(error).__name__} {first_line(error)})",
-                    "set model.name to the architecture of these weights",
-                ) from None
+                why = f"timm's filter of its checkpoints: {type(error).__name__} {first_line(error)}"
+                remedy = "set model.name to the architecture of these weights"
+                raise UserError(f"{source} does not fit {self.name} ({why})", remedy) from None
         return {NET + name: value for name, value in plain.items()}
 
     def _checkpoint_filter(self) -> Callable[..., Any] | None:
@@ -250,10 +228,8 @@ class TimmClassifier(WrappedClassifier):
         sentences = [first.replace(self.name, f"timm {import_timm().__version__}", 1), *others]
         cfg = self.net.pretrained_cfg
         if (tuple(cfg["mean"]), tuple(cfg["std"])) != (tuple(mean), tuple(std)):
-            sentences.append(
-                f"note: data.mean {list(mean)} and data.std {list(std)} differ from those of timm's weights for {self.name}, "
-                f"{list(cfg['mean'])} and {list(cfg['std'])}"
-            )
+            theirs = f"those of timm's weights for {self.name}, {list(cfg['mean'])} and {list(cfg['std'])}"
+            sentences.append(f"note: data.mean {list(mean)} and data.std {list(std)} differ from {theirs}")
         return sentences
 
 

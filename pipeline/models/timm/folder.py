@@ -22,8 +22,7 @@ from pipeline.errors import UserError, first_invalid
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import PATCH, ViTLayout
 from pipeline.models.convit import ConViTSwitches
-from pipeline.models.entry import TIMM_PREFIX, is_timm
-from pipeline.models.registry import check_name, list_models, model_entry
+from pipeline.models.registry import TIMM_PREFIX, check_name, is_timm, list_models, model_entry
 from pipeline.models.timm.names import CONFIG, PICKLED, WEIGHTS
 from pipeline.models.weights.exported import Description, build_described, read_pickled, read_tensors
 from pipeline.models.weights.transfer import check_finite
@@ -113,10 +112,8 @@ def _model_of_timm(architecture: str, arguments: Mapping[str, Any], path: Path) 
     def refuse(refused: Mapping[str, Any]) -> None:
         if refused:
             named = ", ".join(f"{key}={value!r}" for key, value in sorted(refused.items()))
-            raise UserError(
-                f"{path}: model_args of {architecture} must be those of a model of this project, got {named}",
-                "remove them if the weights do not need them, or use the folder with timm",
-            )
+            problem = f"{path}: model_args of {architecture} must be those of a model of this project, got {named}"
+            raise UserError(problem, "remove them if the weights do not need them, or use the folder with timm")
 
     if architecture in list_models():
         refuse({key: arguments[key] for key in arguments.keys() - {"switches", "global_pool", *_OF_CONFIG}})
@@ -129,10 +126,8 @@ def _model_of_timm(architecture: str, arguments: Mapping[str, Any], path: Path) 
         try:
             check_name(TIMM_PREFIX + architecture)
         except UserError:
-            raise UserError(
-                f"{path} has the architecture {architecture!r}, which this project does not have",
-                f"pass a folder of ConViT, DeiT, ViT or gMLP, or of one of: {', '.join(list_models())}",
-            ) from None
+            remedy = f"pass a folder of ConViT, DeiT, ViT or gMLP, or of one of: {', '.join(list_models())}"
+            raise UserError(f"{path} has the architecture {architecture!r}, which this project does not have", remedy) from None
         return TIMM_PREFIX + architecture, {key: value for key, value in arguments.items() if key not in _OF_CONFIG}, False
     family, default = ours.partition("_")[0], _FORMS[ours][1]
     fixed = _FIXED | {"qkv_bias": family == "deit", "global_pool": _GLOBAL_POOL[family]}
@@ -193,11 +188,7 @@ class FolderConfig(BaseModel):
 
 
 def read_folder_config(folder: Path) -> FolderConfig:
-    """Read and check ``config.json``.
-
-    Raises:
-        UserError: it is missing or damaged, or its class names are not as many as its classes.
-    """
+    """Read and check ``config.json``. Raises UserError: it is missing, damaged, or has other than a name for each class."""
     path = folder / CONFIG
     try:
         tree = json.loads(path.read_bytes())
@@ -213,18 +204,14 @@ def read_folder_config(folder: Path) -> FolderConfig:
         raise UserError(f"{path}: {first_invalid(error, 'the file')}", _AGAIN) from None
     classes, count = config.classes, config.count
     if classes is not None and len(classes) != count:
-        raise UserError(
-            f"{path} has {len(classes)} label_names for {count} classes", f"write {count} names, in the order of the scores"
-        )
+        problem = f"{path} has {len(classes)} label_names for {count} classes"
+        raise UserError(problem, f"write {count} names, in the order of the scores")
     return config
 
 
 def read_folder_weights(folder: Path, what: str | None = None) -> tuple[dict[str, Tensor], Description | None]:
     """The tensors of a folder's ``model.safetensors``, else of its ``pytorch_model.bin``, timm's order, and this project's description
-    of them if they have one; ``what`` names the folder in messages.
-
-    Raises:
-        UserError: there are none, or they cannot be read.
+    of them if they have one; ``what`` names the folder in messages. Raises UserError: there are none, or they cannot be read.
     """
     if (folder / WEIGHTS).is_file():
         return read_tensors(folder / WEIGHTS)
@@ -234,14 +221,9 @@ def read_folder_weights(folder: Path, what: str | None = None) -> tuple[dict[str
 
 
 def read_timm_folder(folder: Path) -> tuple[VisionModel, Description, bool]:
-    """Build the model of a folder, in eval mode on the CPU.
-
-    Returns:
-        The model; a description of it; whether the folder names its classes, else the description has their numbers.
-
-    Raises:
-        UserError: the folder is damaged, its architecture or preprocessing is none of ours, or its weights do not fit.
-    """
+    """Build the model of a folder, in eval mode on the CPU. Returns the model; a description of it; whether the folder names
+    its classes, else the description has their numbers. Raises UserError: the folder is damaged, its architecture or
+    preprocessing is none of ours, or its weights do not fit."""
     config, path = read_folder_config(folder), folder / CONFIG
     name, switches, has_our_names = _model_of_timm(config.architecture.partition(".")[0], config.model_args, path)
     images = config.pretrained_cfg
@@ -254,10 +236,10 @@ def read_timm_folder(folder: Path) -> tuple[VisionModel, Description, bool]:
         ("num_classes", config.count, "at least 1", config.count > 0),
     ):
         if not fits:
-            raise UserError(
-                f"{path}: {key} must be {wanted} for an evaluation, got {value!r}",
-                "change it if the model may be used so, or take the folder as train.init_from, which needs the weights alone",
+            remedy = (
+                "change it if the model may be used so, or take the folder as train.init_from, which needs the weights alone"
             )
+            raise UserError(f"{path}: {key} must be {wanted} for an evaluation, got {value!r}", remedy)
     weights, training = read_folder_weights(folder)
     check_finite(weights, source=str(folder / WEIGHTS))
     description = Description(

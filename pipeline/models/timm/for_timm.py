@@ -164,10 +164,8 @@ class TimmModel(VisionModel):
         stem = r"^(?:stem|embedding|patch_embedding|class_token|position_(?:embedding|vectors)|absolute_position|distance_scales|projection)"
         last = [(r"^norm", (99999,))]
         if coarse:
-            return {
-                "stem": stem,
-                "blocks": [(r"^(?:blocks|position_generators|stages|levels|downsamplings)\.(\d+)", None), *last],
-            }
+            parts = r"^(?:blocks|position_generators|stages|levels|downsamplings)\.(\d+)"
+            return {"stem": stem, "blocks": [(parts, None), *last]}
         blocks = [
             (r"^(?:blocks|position_generators)\.(\d+)", None),
             (r"^(?:stages|levels)\.(\d+)\.blocks\.(\d+)", None),
@@ -227,13 +225,10 @@ def _make(
     """A model for timm: its arguments in this project's terms."""
     sides = {img_size or model_entry(name).image_size} if not isinstance(img_size, Sequence) else set(img_size)
     if len(sides) != 1 or in_chans != 3 or drop_rate:
-        problem = (
-            f"img_size={img_size}" if len(sides) != 1 else f"in_chans={in_chans}" if in_chans != 3 else f"drop_rate={drop_rate}"
-        )
-        raise UserError(
-            f"{name} of pervit-pipeline has {problem}, but takes square images of 3 channels and has no such dropout",
-            "leave it out",
-        )
+        problem = f"in_chans={in_chans}" if in_chans != 3 else f"drop_rate={drop_rate}"
+        problem = problem if len(sides) == 1 else f"img_size={img_size}"
+        takes = "takes square images of 3 channels and has no such dropout"
+        raise UserError(f"{name} of pervit-pipeline has {problem}, but {takes}", "leave it out")
     (side,) = sides
     model = for_timm(create_model(name, max(num_classes, 1), side, drop_path_rate, switches=switches))
     assert isinstance(model, TimmModel)

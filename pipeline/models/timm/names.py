@@ -3,15 +3,14 @@ PyTorch."""
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 import re
 from functools import cache
 from pathlib import Path
 
-from pipeline.errors import UserError, first_line, missing_extra
-from pipeline.models.entry import TIMM_PREFIX
+from pipeline.errors import UserError, did_you_mean, first_line, missing_extra
+from pipeline.models.registry import TIMM_PREFIX
 
 # timm's default tags of the architectures that this project has too, by the word that their names begin with.
 _TAGS = {"convit": "fb_in1k", "deit": "fb_in1k", "gmlp": "ra3_in1k"}
@@ -19,29 +18,21 @@ CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bi
 
 
 def check_timm_name(name: str) -> None:
-    """See that timm has the model ``timm:NAME``, without importing timm.
-
-    Raises:
-        UserError: timm is not installed, it has no such model, or the name is of weights, a folder or a repository.
-    """
+    """See that timm has the model ``timm:NAME``, without importing timm. Raises UserError: timm is not installed, it has no
+    such model, or the name is of weights, a folder or a repository."""
     architecture = name.removeprefix(TIMM_PREFIX)
     if ":" in architecture or "/" in architecture:
-        raise UserError(
-            f"model.name must be a name of timm's list, got {name}, a folder or a repository",
-            "write timm:NAME, and give local weights to train.init_from",
-        )
+        problem = f"model.name must be a name of timm's list, got {name}, a folder or a repository"
+        raise UserError(problem, "write timm:NAME, and give local weights to train.init_from")
     if importlib.util.find_spec("timm") is None:
         raise missing_extra(f"model.name {name}", "timm", "timm")
     known = defined_names()
     plain, dot, tag = architecture.partition(".")
     if dot and plain in known:
-        raise UserError(
-            f"model.name must be an architecture, got {name}, whose part {tag!r} names weights",
-            f"write model.name={TIMM_PREFIX}{plain} train.init_from={name}",
-        )
+        problem = f"model.name must be an architecture, got {name}, whose part {tag!r} names weights"
+        raise UserError(problem, f"write model.name={TIMM_PREFIX}{plain} train.init_from={name}")
     if known and architecture not in known:
-        close = difflib.get_close_matches(plain, known, n=1)
-        hint = f"did you mean {TIMM_PREFIX}{close[0]}?" if close else "timm.list_models() has the names"
+        hint = did_you_mean(plain, known, "timm.list_models() has the names", f"{TIMM_PREFIX}{{}}")
         raise UserError(f"model.name must be a model of timm's list, got {name}", hint)
 
 
@@ -51,11 +42,8 @@ def defined_names() -> frozenset[str]:
     spec = importlib.util.find_spec("timm")
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or [] for file in Path(folder, "models").glob("*.py")]
-    return frozenset(
-        name
-        for file in files
-        for name in re.findall(r"^@register_model\s*\ndef (\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
-    )
+    registers = re.compile(r"^@register_model\s*\ndef (\w+)\(", re.MULTILINE)
+    return frozenset(name for file in files for name in registers.findall(file.read_text(encoding="utf-8")))
 
 
 def is_timm_folder(path: Path) -> bool:
@@ -64,11 +52,8 @@ def is_timm_folder(path: Path) -> bool:
 
 
 def weights_folder(source: str) -> Path:
-    """The folder in timm's layout with the weights ``timm:NAME.TAG``, downloaded from the hub unless it is in its cache.
-
-    Raises:
-        UserError: the hub has no such weights or is not reached, ``huggingface_hub`` is missing, or there is no tag.
-    """
+    """The folder in timm's layout with the weights ``timm:NAME.TAG``, downloaded from the hub unless it is in its cache. Raises
+    UserError: the hub has no such weights or is not reached, ``huggingface_hub`` is missing, or there is no tag."""
     name = source.removeprefix(TIMM_PREFIX)
     tag = "" if "." in name else _TAGS.get(name.partition("_")[0])
     if tag is None:
@@ -83,7 +68,8 @@ def weights_folder(source: str) -> Path:
         endpoint = os.environ.get("HF_ENDPOINT")  # which it reads itself only when it is imported
         return [Path(hf_hub_download(repository, file, endpoint=endpoint)).parent for file in (CONFIG, WEIGHTS)][-1]
     except Exception as error:  # of the network, the hub or the disk
-        raise UserError(
-            f"train.init_from {source} cannot be downloaded from https://huggingface.co/{repository} ({first_line(error)})",
-            f"correct the name, or run `hf download {repository} --local-dir FOLDER` where there is a network, and set train.init_from=FOLDER",
-        ) from None
+        download = f"run `hf download {repository} --local-dir FOLDER` where there is a network, and set train.init_from=FOLDER"
+        problem = (
+            f"train.init_from {source} cannot be downloaded from https://huggingface.co/{repository} ({first_line(error)})"
+        )
+        raise UserError(problem, f"correct the name, or {download}") from None

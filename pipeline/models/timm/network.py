@@ -1,9 +1,8 @@
-"""Build timm's networks, and find out by a trial pass what one of them, or of any other origin, does: its stochastic depth, what else it
-draws, its features."""
+"""Build timm's networks; find out by a trial pass what a network does: its stochastic depth, what else it draws, its
+features."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import json
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.errors import UserError, first_line, missing_extra
-from pipeline.models.entry import TIMM_PREFIX
+from pipeline.errors import UserError, did_you_mean, first_line, missing_extra
+from pipeline.models.registry import TIMM_PREFIX
 
 _RESERVED = {  # arguments of timm.create_model that a switch must not set -> what sets them
     "num_classes": "model.num_classes sets it",
@@ -57,11 +56,8 @@ class Trial:
 
 
 def import_library(library: str, user: str) -> ModuleType:
-    """timm or torchvision, which ``user``, such as a config key, requires.
-
-    Raises:
-        UserError: it is not installed, or does not load beside this PyTorch.
-    """
+    """timm or torchvision, which ``user``, such as a config key, requires. Raises UserError: it is not installed, or does not
+    load beside this PyTorch."""
     try:
         return importlib.import_module(library)
     except Exception as error:  # missing, or its operators are of another build of PyTorch: RuntimeError or OSError
@@ -74,11 +70,8 @@ def import_timm() -> ModuleType:
 
 
 def tagged_network(name: str, num_classes: int, key: str) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
-    """A network of timm, whose name may have the tag of its weights, with random weights; and the mean and deviation that it expects.
-
-    Raises:
-        UserError: timm knows no such tag; ``key`` is that of the config which names the network.
-    """
+    """A network of timm, whose name may have the tag of its weights, with random weights; and the mean and deviation that it
+    expects. Raises UserError: timm knows no such tag; ``key`` is that of the config which names the network."""
     try:
         network = import_timm().create_model(name, pretrained=False, num_classes=num_classes)
     except RuntimeError as error:
@@ -90,10 +83,8 @@ def tagged_network(name: str, num_classes: int, key: str) -> tuple[nn.Module, Se
 def build_network(name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> nn.Module:
     """``timm.create_model`` of ``timm:NAME`` with random weights, on PyTorch's default device.
 
-    ``img_size`` is an argument of architectures that timm calls of fixed size; the others take any. ``switches`` are further ones.
-
-    Raises:
-        UserError: timm cannot build it with these arguments.
+    ``img_size`` is an argument of architectures that timm calls of fixed size; the others take any. ``switches`` are further
+    ones. Raises UserError: timm cannot build it with these arguments.
     """
     for key in switches:
         if key in _RESERVED:
@@ -117,19 +108,15 @@ def build_network(name: str, num_classes: int, image_size: int, drop_path: float
                 problem = f"model.drop_path is above 0, but {name} takes no drop_path_rate"
                 raise UserError(problem, "set model.drop_path=0") from None
             if unexpected in switches:
-                raise _unknown_switch(name, unexpected) from None
+                known = sorted(arguments_of(name))
+                remedy = did_you_mean(unexpected, known, f"its arguments are: {', '.join(known)}.", "{!r}")
+                problem = f"model.switches: unknown switch {unexpected!r}, which {name} does not take"
+                raise UserError(f"{problem}: {remedy}") from None
             if unexpected not in dispensable or unexpected not in arguments:
                 raise _refusal(name, "", switches, error) from None
             del arguments[unexpected]
         except Exception as error:  # of a constructor, about sizes or settings
             raise _refusal(name, f" for model.image_size {image_size}", switches, error) from None
-
-
-def _unknown_switch(name: str, switch: str) -> UserError:
-    known = sorted(arguments_of(name))
-    close = difflib.get_close_matches(switch, known, n=1)
-    remedy = f"did you mean {close[0]!r}?" if close else f"its arguments are: {', '.join(known)}."
-    return UserError(f"model.switches: unknown switch {switch!r}, which {name} does not take: {remedy}")
 
 
 def _refusal(name: str, size: str, switches: Mapping[str, Any], error: Exception) -> UserError:
@@ -155,10 +142,8 @@ def try_out(
 ) -> Trial:
     """Make the network once more and give it two blank images, in training and in evaluation mode.
 
-    On the meta device, which computes nothing; on the CPU if the network does not work there. PyTorch's generator is left as it was.
-
-    Raises:
-        UserError: it cannot be built, takes no such images, is not a classifier, or a switch is not the user's to set.
+    On the meta device, which computes nothing; on the CPU if the network does not work there. PyTorch's generator is left as it
+    was. Raises UserError: it cannot be built, takes no such images, is not a classifier, or a switch is not the user's to set.
     """
     return _try_out(make, name, num_classes, image_size, drop_path, json.dumps(dict(switches), sort_keys=True))
 
@@ -183,17 +168,15 @@ def _observe(
             in_training, draws, calls = _watched(network, images)
             scores = {"training": in_training, "evaluation": network.eval()(images)}
         except Exception as error:  # of the network's code, or of PyTorch's operators
-            raise UserError(
-                f"{name} takes no images of {image_size} x {image_size} pixels{_with(switches)} ({first_line(error)})",
-                f"choose another model.image_size{', other switches' if switches else ''} or another model",
-            ) from None
+            problem = f"{name} takes no images of {image_size} x {image_size} pixels{_with(switches)} ({first_line(error)})"
+            remedy = f"choose another model.image_size{', other switches' if switches else ''} or another model"
+            raise UserError(problem, remedy) from None
         for mode, found in scores.items():
             shape = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
             if shape != (_TRIAL_BATCH, num_classes):
-                raise UserError(
-                    f"{name} is not a plain classifier: in {mode} it must give ({_TRIAL_BATCH}, {num_classes}) for {_TRIAL_BATCH} images, got {shape}",
-                    "choose another model, or switches with which it is one",
-                )
+                must = f"in {mode} it must give ({_TRIAL_BATCH}, {num_classes}) for {_TRIAL_BATCH} images, got {shape}"
+                problem = f"{name} is not a plain classifier: {must}"
+                raise UserError(problem, "choose another model, or switches with which it is one")
         changed = [key for key, version in _versions(network).items() if before.get(key) != version]
         return Trial(device, calls, tuple(sorted(draws)), changed, _feature_width(network, images))
 
@@ -207,8 +190,7 @@ def _versions(network: nn.Module) -> dict[str, tuple[int, int]]:
 def _watched(network: nn.Module, images: Tensor) -> tuple[Any, set[str], dict[str, int]]:
     """The scores of a forward pass in training mode, the operators that draw, and the calls of each DropPath module that drops samples.
 
-    A DropPath whose input's first dimension is not the batch, as in TNT, counts among the operators: its draws are of windows or
-    patches.
+    A DropPath whose input's first dimension is not the batch, as in TNT, counts among the operators: its draws are of parts.
     """
     calls: Counter[str] = Counter()
     others: set[str] = set()

@@ -1,7 +1,5 @@
 """Read and write files of weights: safetensors whose metadata describe the model, and state dicts of ``torch.save``."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct
@@ -86,11 +84,7 @@ def write_exported(path: Path, weights: Mapping[str, Tensor], description: Descr
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file, without its tensors.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+    """The metadata of a safetensors file, without its tensors. Raises UserError: the file is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
@@ -99,11 +93,8 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
-    """Read the tensors of a safetensors file and their description, None if it has none.
-
-    Raises:
-        UserError: the file is missing or damaged, or its description is.
-    """
+    """Read the tensors of a safetensors file and their description, None if it has none. Raises UserError: the file is missing
+    or damaged, or its description is."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read()  # not memory-mapped: changes to the file would change the weights, truncation would raise SIGBUS
@@ -118,26 +109,18 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
 
 
 def read_exported(path: Path) -> tuple[VisionModel, Description]:
-    """Build the model of an exported file, under either naming, in eval mode on the CPU.
-
-    Raises:
-        UserError: the file is missing, damaged or not an exported model, or its weights are not finite.
-    """
+    """Build the model of an exported file, under either naming, in eval mode on the CPU. Raises UserError: the file is missing,
+    damaged or not an exported model, or its weights are not finite."""
     weights, description = read_tensors(path)
     if description is None:
-        raise UserError(
-            f"{path} has no description of its model, as `pervit checkpoint export` writes it",
-            f"build the model with create_model and load the file's {len(weights)} tensors with load_state_dict",
-        )
+        remedy = f"build the model with create_model and load the file's {len(weights)} tensors with load_state_dict"
+        raise UserError(f"{path} has no description of its model, as `pervit checkpoint export` writes it", remedy)
     return build_described(path, weights, description), description
 
 
 def build_described(path: Path, weights: Mapping[str, Tensor], description: Description) -> VisionModel:
-    """Build the model of a description with its weights, from ``path``, in eval mode on the CPU.
-
-    Raises:
-        UserError: the weights are not those of such a model, or not finite.
-    """
+    """Build the model of a description with its weights, from ``path``, in eval mode on the CPU. Raises UserError: the weights
+    are not those of such a model, or not finite."""
     check_finite(weights, source=str(path))
     check_trusted(description.model, path)
     try:
@@ -166,21 +149,13 @@ def parse_description(path: Path, text: str) -> Description:
     raise UserError(f"{path} has a damaged description of its model ({problem})", "export it again")
 
 
-def load_exported(path: Path | str) -> VisionModel:
-    """The model of :func:`read_exported`."""
-    return read_exported(Path(path))[0]
-
-
 def _create(description: Description) -> VisionModel:
     return create_model(description.model, description.num_classes, description.image_size, switches=description.switches)
 
 
 def read_pickled(path: Path, what: str) -> dict[str, Tensor]:
-    """Read a state dict of ``torch.save``, at the top level or under ``model`` or ``state_dict``; ``what`` names it in messages.
-
-    Raises:
-        UserError: it cannot be read, names something that could run code, or holds no state dict.
-    """
+    """Read a state dict of ``torch.save``, at the top level or under ``model`` or ``state_dict``; ``what`` names it in
+    messages. Raises UserError: it cannot be read, names something that could run code, or holds no state dict."""
     try:
         # The papers' checkpoints hold their command line as a Namespace, which keeps what it is given and runs nothing.
         with open(open_regular(path), "rb") as file, torch.serialization.safe_globals([Namespace]):

@@ -3,8 +3,6 @@
 Each family lists the name pairs once, for both directions.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -59,15 +57,12 @@ def reference_state_dict(model: VisionModel) -> dict[str, Tensor]:
         UserError: the authors' code does not support one of the model's switches, or the model is a feature form.
     """
     if model.strides:
-        raise UserError(
-            f"this {type(model).__name__} is in its feature form, which has no head and which the authors' code does not have",
-            "pass a model from create_model without features",
-        )
+        problem = f"this {type(model).__name__} is in its feature form, which has no head and which the authors' code lacks"
+        raise UserError(problem, "pass a model from create_model without features")
     if switch := model.unpublished_switch():
-        raise UserError(
-            f"model.switches.{switch} is {getattr(model.switches, switch)!r}, which the authors' code of {type(model).__name__} does not support",
-            "export the model under this project's own names (model.state_dict())",
-        )
+        code = f"the authors' code of {type(model).__name__}"
+        problem = f"model.switches.{switch} is {getattr(model.switches, switch)!r}, which {code} does not support"
+        raise UserError(problem, "export the model under this project's own names (model.state_dict())")
     own = model.state_dict()
     return {theirs: own[name] for theirs, name in authors_names(model).items()} | model.reference_tables()
 
@@ -93,7 +88,7 @@ def names_without_head(model: VisionModel, names: Iterable[str]) -> set[str]:
 
 def added_names(model: VisionModel, given: Iterable[str]) -> set[str]:
     """Weights of a feature form that a classifier's weights lack; none if any of them is among ``given``."""
-    added = {name for name in model.state_dict() if model.in_features_only(name)}
+    added = {name for name in model.state_dict() if name.startswith("output_norms.")}
     return set() if added & set(given) else added
 
 
@@ -108,11 +103,7 @@ def _renamed(name: str, pairs: NamePairs) -> str:
 
 
 def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], problem: str, remedy: str) -> None:
-    """Load a state dict.
-
-    Raises:
-        UserError: its tensors' names or shapes are not the model's: ``problem``, how they differ, and ``remedy``.
-    """
+    """Load a state dict. Raises UserError: names or shapes differ from the model's: ``problem``, how, and ``remedy``."""
     own = model.state_dict()
     shapes = [
         f"{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
@@ -132,14 +123,9 @@ def listed_misfits(missing: Sequence[str], unknown: Sequence[str], shapes: Seque
 
 
 def recognise(weights: Mapping[str, Tensor], source: str) -> tuple[str, int, int, Names]:
-    """Find the model, with the switches of its paper, that a state dict under our names or the authors' is of.
-
-    Returns:
-        Its name, number of classes, image size (the paper's where the weights do not depend on it), and whose names these are.
-
-    Raises:
-        UserError: it is of none.
-    """
+    """Find the model, with the switches of its paper, that a state dict under our names or the authors' is of. Returns its
+    name, number of classes, image size (the paper's where the weights do not depend on it), and whose names these are. Raises
+    UserError: it is of none."""
     heads = [weights[name] for name in _HEADS if name in weights and weights[name].ndim == 2]
     closest: tuple[int, str] | None = None
     for name in list_models() if heads else ():

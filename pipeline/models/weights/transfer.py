@@ -1,7 +1,5 @@
 """Transfer trained weights: reinitialize the head for other classes, resample position embeddings for another image size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 
@@ -42,7 +40,14 @@ def load_pretrained(
         UserError: names, shapes or dtypes differ in any other way, or values are not finite.
     """
     own = model.state_dict()
-    _check_is_state_dict(weights, source)
+    # A file may hold arbitrary objects.
+    for name, value in weights.items():
+        if not isinstance(name, str):
+            found = f"{name!r:.40} ({type(name).__name__})"
+            raise UserError(f"{source}: the names of tensors must be strings, got {found}", "pass a file with a state dict")
+        ordinary = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+        if not ordinary or value.is_quantized or value.is_complex():
+            raise UserError(f"{source}: {name} is not a dense tensor of real numbers", "pass a file with a plain state dict")
     weights = model.prepared_weights(weights, source)
     given = names_without_head(model, weights.keys() - model.reference_tables().keys())
     added = added_names(model, given)
@@ -70,11 +75,11 @@ def load_pretrained(
         else:
             misfits.append(f"{its_name} {tuple(value.shape)} instead of {tuple(target.shape)}")
     if missing or unknown or misfits:
-        raise UserError(
-            f"{source} does not fit {type(model).__name__} under {_WHOSE[authors]}: "
-            f"{listed_misfits(missing, unknown, misfits)}",
-            f"set model.name and model.switches to those of these weights, which may have {_WHOSE[False]} or {_WHOSE[True]}",
+        misfit = f"{source} does not fit {type(model).__name__} under {_WHOSE[authors]}"
+        remedy = (
+            f"set model.name and model.switches to those of these weights, which may have {_WHOSE[False]} or {_WHOSE[True]}"
         )
+        raise UserError(f"{misfit}: {listed_misfits(missing, unknown, misfits)}", remedy)
     check_finite(loaded, source)
     model.load_state_dict(loaded, strict=True)
     if model.strides:
@@ -100,10 +105,8 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     """Raise a ``UserError`` that names ``source`` if a value of a state dict is infinite or NaN."""
     bad = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
     if bad:
-        raise UserError(
-            f"{source} has values that are not finite in {len(bad)} of {len(weights)} tensors ({first_few(bad, 5)})",
-            "take weights of an earlier step",
-        )
+        problem = f"{source} has values that are not finite in {len(bad)} of {len(weights)} tensors ({first_few(bad, 5)})"
+        raise UserError(problem, "take weights of an earlier step")
 
 
 def resample_positions(value: Tensor, shape: torch.Size, leading_tokens: int) -> Tensor:
@@ -120,17 +123,6 @@ def resample_positions(value: Tensor, shape: torch.Size, leading_tokens: int) ->
     maps = F.interpolate(maps, size=(new, new), mode="bicubic", align_corners=False)
     grid = maps.permute(0, 2, 3, 1).reshape(*shape[:-2], new * new, shape[-1]).to(value.dtype)
     return torch.cat([kept, grid], dim=-2)
-
-
-def _check_is_state_dict(weights: Mapping[str, Tensor], source: str) -> None:
-    """Reject anything but a mapping of strings to dense real tensors: a file may hold arbitrary objects."""
-    for name, value in weights.items():
-        if not isinstance(name, str):
-            found = f"{name!r:.40} ({type(name).__name__})"
-            raise UserError(f"{source}: the names of tensors must be strings, got {found}", "pass a file with a state dict")
-        ordinary = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
-        if not ordinary or value.is_quantized or value.is_complex():
-            raise UserError(f"{source}: {name} is not a dense tensor of real numbers", "pass a file with a plain state dict")
 
 
 def _are_grids(shape: torch.Size, wanted: torch.Size, leading_tokens: int) -> bool:

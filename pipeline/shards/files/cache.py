@@ -117,13 +117,9 @@ class _File:
 
 
 class ShardCache:
-    """The cache in one folder. Thread-safe; holds no state but its arguments.
-
-    Args:
-        folder: created when it is needed, in an existing folder: where a disk is not mounted, the one below is not filled.
-        limit: bytes that all shards in it may take; None: as many as the disk has.
-        keep_free: share of the disk that is left free.
-    """
+    """The cache in one folder. Thread-safe; holds no state but its arguments. ``folder``: created when it is needed, in an
+    existing folder: where a disk is not mounted, the one below is not filled. ``limit``: bytes that all shards in it may take;
+    None: as many as the disk has."""
 
     def __init__(self, folder: Path, limit: int | None = None, keep_free: float = KEEP_FREE) -> None:
         self.folder, self.limit, self.keep_free = folder, limit, keep_free

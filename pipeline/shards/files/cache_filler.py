@@ -1,7 +1,5 @@
 """Fill the cache of a node with shards, each verified before anybody can open it there, and look after those that are there."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -9,7 +7,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -172,7 +170,9 @@ class Filler:
     def _round(self) -> float:
         """Go through the shards once; returns the seconds until that is worth while again."""
         pause, room = _SWEEP_SECONDS, True
-        for name in self._in_order():
+        order = iter(self._shards)
+        # Those that were announced come first, also while this goes on.
+        while name := self.announced.popleft() if self.announced else next(order, ""):
             self._look_after()
             if name in self.copies or self._failures[name] >= _TRIES or self._is_out_of_files() or self._open(name) or not room:
                 continue
@@ -180,30 +180,27 @@ class Filler:
                 rows = self._samples[self._rows[name]]
                 hindrance = fetch_shard(self._cache, self._source, self._shards[name], rows, self._go_on)
             except Fault as fault:
-                told = {
+                told_of = {
                     "cache": f"cannot be filled ({fault}): shards that it lacks are read from {self._source.folder}",
                     "source": f"could not fetch {self._source.folder / name} ({fault}); that is tried again",
                     "content": f"does not take {self._source.folder / name}, which is damaged itself ({fault})",
                 }
-                self._warn(fault.of, told[fault.of], _SHOWN if fault.of == "content" else 1)
+                self._warn(fault.of, told_of[fault.of], _SHOWN if fault.of == "content" else 1)
                 self._failures[name] += fault.of == "content"
                 room = fault.of == "content"
             else:
                 if hindrance is Unclaimed.ELSEWHERE:
                     pause = _ELSEWHERE_SECONDS
                 elif hindrance is Unclaimed.NO_ROOM:
-                    self._warn("room", self._no_room())
+                    missing = [shard for name, shard in self._shards.items() if name not in self.copies]
+                    limit = "" if self._cache.limit is None else f" within data.cache_gib {self._cache.limit / GIB:g}"
+                    size = f"of {self._source.folder} ({sum(shard.bytes for shard in missing) / GIB:.3g} GiB)"
+                    told = f"{len(missing)} of {len(self._shards)} shards {size}, which are read from there"
+                    self._warn("room", f"has no room{limit} for {told}")
                     room = False
                 elif not self._open(name):  # removed again at once, or another user's and not readable
                     self._failures[name] += 1
         return pause if room else max(pause, _FAULT_SECONDS)
-
-    def _in_order(self) -> Iterator[str]:
-        """The names of all shards; those that were announced come first, also while this goes on."""
-        for name in self._shards:
-            while self.announced:
-                yield self.announced.popleft()
-            yield name
 
     def _go_on(self, _: int) -> bool:
         self._look_after()
@@ -256,15 +253,6 @@ class Filler:
         share = f"{self._most} of {len(self._shards)} shards"
         self._warn("files", f"is used for {share}, as the system allows no more open files (ulimit -Hn)")
         return True
-
-    def _no_room(self) -> str:
-        missing = [shard for name, shard in self._shards.items() if name not in self.copies]
-        size = sum(shard.bytes for shard in missing) / GIB
-        limit = "" if self._cache.limit is None else f" within data.cache_gib {self._cache.limit / GIB:g}"
-        return (
-            f"has no room{limit} for {len(missing)} of {len(self._shards)} shards of {self._source.folder} ({size:.3g} GiB), "
-            f"which are read from there"
-        )
 
     def _warn(self, kind: str, what: str, times: int = 1) -> None:
         """Warn of one kind of thing not more often than that; of the folder as a whole, one process of the node."""

@@ -32,10 +32,8 @@ class CachedFiles(ShardFiles):
     """The files of a shard set, behind a cache.
 
     A run does not remove its own shards to make room: an epoch reads each sample once, in an order of its own, so that any part of
-    the set that stays serves as many reads as another, and one that changes has to be fetched besides.
-
-    Raises:
-        UserError: the cache is the source's folder.
+    the set that stays serves as many reads as another, and one that changes has to be fetched besides. Raises UserError: the
+    cache is the source's folder.
     """
 
     def __init__(self, source: ShardFiles, cache: ShardCache, shards: list[ShardInfo], samples: np.ndarray) -> None:

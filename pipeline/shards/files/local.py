@@ -1,7 +1,5 @@
 """Read the files of a shard set from wherever they are: a folder, a store, or the cache of the node."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -80,8 +78,7 @@ class SourceFiles(ShardFiles):
 class OpenFile:
     """A file that is closed when nobody holds it any more: another thread may be reading from it when it is given up.
 
-    All that needs the descriptor is done here, by methods, which hold the object: the number of a closed file is the next opened
-    one's.
+    All that needs the descriptor is done here, by methods, which hold the object: numbers of closed files are used again.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -122,8 +119,7 @@ def allow_open_files(count: int) -> int:
 class LocalFiles(SourceFiles):
     """:class:`ShardFiles` in a folder of a file system. Tars that were read stay open, as many as the system allows: those read last.
 
-    They are read with ``pread`` and not mapped, so that truncation of a tar under a running job is an error that names the file,
-    not a SIGBUS.
+    They are read with ``pread`` and not mapped, so that a tar that is truncated under a running job is an error, not a SIGBUS.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -158,7 +154,11 @@ class LocalFiles(SourceFiles):
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            if self._close_half():
+            with self._opening:  # give up those not read for the longest time
+                half = -(-len(self._descriptors) // 2)
+                for _ in range(half):
+                    self._descriptors.popitem(last=False)
+            if half:
                 return self.read(name, offset, size)
             # Too many open files is not the sample's fault.
             raise UserError(f"{self.folder}: {error.strerror}", "raise `ulimit -n`, or use larger shards") from None
@@ -183,11 +183,3 @@ class LocalFiles(SourceFiles):
                     self._descriptors.popitem(last=False)
                 self._descriptors[name] = OpenFile(open_regular(self.folder / name))
             return self._descriptors[name]
-
-    def _close_half(self) -> bool:
-        """Give up those not read for the longest time; False if there are none."""
-        with self._opening:
-            half = -(-len(self._descriptors) // 2)
-            for _ in range(half):
-                self._descriptors.popitem(last=False)
-            return half > 0

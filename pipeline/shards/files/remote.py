@@ -135,10 +135,8 @@ class RemoteFiles(SourceFiles):
                 continue
             except OSError as error:
                 raise UserError(f"{folder / MANIFEST} cannot be read ({error.strerror})", "check the store") from None
-        raise UserError(
-            f"{place / MANIFEST} is missing: the place is not a shard set",
-            f"set data.path to the place that {SHARDER} wrote, or copy a shard set there, manifest.json last",
-        )
+        remedy = f"set data.path to the place that {SHARDER} wrote, or copy a shard set there, manifest.json last"
+        raise UserError(f"{place / MANIFEST} is missing: the place is not a shard set", remedy)
 
     def manifest(self) -> ShardManifest:
         return self._manifest
@@ -171,10 +169,8 @@ class RemoteFiles(SourceFiles):
                     replace_file(path, lambda file: file.write(data))
         except OSError as error:
             if error.filename != str(self.folder / name):
-                raise UserError(
-                    f"{path} cannot be written ({disk_reason(path, error)}): the sample table is kept there",
-                    "set TMPDIR to a folder on a disk of the node",
-                ) from None
+                problem = f"{path} cannot be written ({disk_reason(path, error)}): the sample table is kept there"
+                raise UserError(problem, "set TMPDIR to a folder on a disk of the node") from None
             if isinstance(error, FileNotFoundError):
                 raise
             raise UserError(f"{self.folder / name} cannot be read ({error.strerror})", "check the store") from None

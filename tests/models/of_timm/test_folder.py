@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 from pipeline.exporting import weights_file
 from pipeline.inference.trained import read_trained
 from pipeline.models.timm.folder import read_timm_folder
-from pipeline.models.weights.exported import load_exported
+from pipeline.models.weights.exported import read_exported
 from pipeline.training.building import build_model
 from support.ranks import run_forked
 from support.runs import write_small_config
@@ -101,7 +101,7 @@ def test_what_timm_has_no_argument_for_keeps_our_name(
 
 def test_the_weights_alone_say_what_they_are(folder: Path) -> None:
     """The folder's safetensors file has this project's description, so that it can travel without the folder."""
-    assert torch.equal(scores(load_exported(folder / "model.safetensors")), scores(small("convit_ti").model))
+    assert torch.equal(scores(read_exported(folder / "model.safetensors")[0]), scores(small("convit_ti").model))
 
 
 @pytest.mark.parametrize("size", [(300, 200), (97, 513), (32, 32), (20, 31), (640, 639)])

@@ -18,7 +18,7 @@ from pipeline.cluster.world import World
 from pipeline.config import config_from_dict
 from pipeline.errors import UserError
 from pipeline.inference.trained import read_trained
-from pipeline.models import create_model, load_exported, reference_state_dict
+from pipeline.models import create_model, reference_state_dict
 from pipeline.models.weights.exported import Description, read_exported, write_exported
 from pipeline.models.weights.transfer import check_finite
 from pipeline.training.building import build_model
@@ -83,7 +83,7 @@ def described(exported: Path, target: Path, change) -> Path:
 def test_an_odd_description_is_one_sentence(change, exported: Path, tmp_path: Path) -> None:
     """Guards against a file from somewhere that ends in a traceback, or takes all memory."""
     file = described(exported, tmp_path / "odd.safetensors", change)
-    for use in (load_exported, read_trained, load):
+    for use in (read_exported, read_trained, load):
         with pytest.raises(UserError) as error:
             use(file)
         assert str(file) in str(error.value) and "\n" not in str(error.value) and "export it again" in str(error.value)
