@@ -19,8 +19,16 @@ from torch import Tensor
 
 from pipeline.analysis.chapter import Chapter, Example, Findings, Plot, Request, figure
 from pipeline.analysis.maps import map_figure, overlay_grid
-from pipeline.analysis.measures import Collector, impact, mean_attention_distance, nonlocality, query_key_distances
-from pipeline.analysis.style import layer_plot, layer_plots, numbers
+from pipeline.analysis.measures import (
+    Collector,
+    impact,
+    mean_attention_distance,
+    nonlocality,
+    patches_per_unit,
+    query_key_distances,
+    unit_distances,
+)
+from pipeline.analysis.style import layer_plot, layer_plots, numbers, patches_beside
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import patch_grid
 from pipeline.models.convit import ConViT
@@ -30,6 +38,7 @@ from pipeline.models.pervit.model import PerViT
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+OMEGA_UNIT = "[layer][head], coordinates of [-1, 1]; times patches_per_unit: nonlocality_in_patches"
 IMPACT_UNIT = "[layer][head], no unit; null: infinite, both attentions are equal"
 _MAPS = "[layer][head][row][column], attention of the query to each patch; with the class token's share a row sums to 1"
 _DIGITS = 6  # significant, of maps in analysis.json
@@ -93,6 +102,7 @@ class PhiMeasures(ImageMeasures):
 
     def __init__(self, grid: tuple[int, int], probe: str, has_phi_p: bool) -> None:
         super().__init__(grid, *(["phi_p"] if has_phi_p else []), probe)
+        self.distances = unit_distances(*grid)
 
     def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
         if self.probes[-1] == "attention":
@@ -136,6 +146,20 @@ class GridChapter(Chapter):
         self.grid = rows, columns = patch_grid(request.image_size, request.image_size)
         self.query = request.query or (rows // 2, columns // 2)
         self.query_index = self.query[0] * columns + self.query[1]
+
+    @property
+    def omega_unit(self) -> str:
+        """The unit of Ω, for captions."""
+        per_unit = patches_per_unit(self.grid[0])
+        return f"in coordinates that go from -1 to 1 over a side, as the paper's (1 is {per_unit:g} patches: the axis on the right)"
+
+    def measure_omega(self, findings: Findings, omega: dict[str, Tensor]) -> None:
+        """Record Ω, (layers, heads) by the attention's name, in the unit of PerViT's figures, and in patches beside it."""
+        per_unit = patches_per_unit(self.grid[0])
+        findings.measure("patches_per_unit", per_unit, "patches in the unit of nonlocality, (rows - 1) / 2")
+        for name, values in omega.items():
+            findings.measure(f"nonlocality.{name}", values, OMEGA_UNIT)
+            findings.measure(f"nonlocality_in_patches.{name}", values * per_unit, "[layer][head], patches")
 
     def query_row(self, attention: Tensor) -> Tensor:
         """The query's attention to the patches, (..., M, M) -> (..., rows, columns); what comes before the patches is left out."""
@@ -202,13 +226,13 @@ class DeiTChapter(GridChapter):
     @figure("nonlocality", "Nonlocality", "PerViT, Eq. 13, Appendix D and Fig. S4, left", "images")
     def _nonlocality(self, findings: Findings) -> Plot:
         omega = self._measures.mean("omega_a")
-        findings.measure("nonlocality.attention", omega, "[layer][head], patches")
+        self.measure_omega(findings, {"attention": omega})
         times = ", times exp(R) of iRPE's scores R" if self.model.relative_position else ""
         return Plot(
             f"Ω of each head: attention before its rows are normalized, exp(Q Kᵀ) with each row's maximum at 1{times}, times the distance "
-            f"between query and key in patches, mean over all pairs of patches and {self.count:,} images. Unlike the mean attention "
-            "distance it grows with the number of keys that a head attends to.",
-            partial(layer_plot, omega, "$\\Omega_a$ in patches"),
+            f"between query and key, mean over all pairs of patches and {self.count:,} images, {self.omega_unit}. Unlike the mean "
+            "attention distance it grows with the number of keys that a head attends to.",
+            lambda: patches_beside(layer_plot(omega, "$\\Omega_a$"), patches_per_unit(self.grid[0])),
         )
 
     @figure("impact", "Impact of content and position", "PerViT, Eq. 12, Appendix D and Fig. S4, middle and right", "images")

@@ -47,8 +47,18 @@ def query_key_distances(rows: int, columns: int, device: torch.device | None = N
     return distances_between(places(rows, columns, device), places(rows, columns, device))
 
 
+def patches_per_unit(rows: int) -> float:
+    """Patches in the unit of PerViT's published Ω: its code measures in coordinates that go from -1 to 1 over a side, so 6.5 of 14."""
+    return max(rows - 1, 1) / 2
+
+
+def unit_distances(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
+    """:func:`query_key_distances` in coordinates of [-1, 1], as the authors of PerViT measure Ω (util/visualize.py): (N, N) float64."""
+    return query_key_distances(rows, columns, device) / patches_per_unit(rows)
+
+
 def nonlocality(phi: Tensor, distances: Tensor) -> Tensor:
-    """Ω: mean over all pairs of attention (..., N, N) times distance (N, N), in patches (PerViT, Eq. 13): (...) float64."""
+    """Ω: mean over all pairs of attention (..., N, N) times distance (N, N), in its unit (PerViT, Eq. 13): (...) float64."""
     return (phi.double() * distances).mean(dim=(-2, -1))
 
 

@@ -143,6 +143,15 @@ def layer_plots(panels: Mapping[str, Any], ylabel: str, one_scale: bool = False)
     return figure
 
 
+def patches_beside(figure: Figure, per_unit: float) -> Figure:
+    """The figure, with a second scale on the right of its axes: patches, of which a unit has ``per_unit``."""
+    for axes in list(figure.axes):
+        scale = axes.secondary_yaxis("right", functions=(lambda value: value * per_unit, lambda value: value / per_unit))
+        scale.set_ylabel("patches")
+        scale.spines["right"].set_visible(True)
+    return figure
+
+
 def _lighter(color: str) -> tuple[float, ...]:
     """Half way to white; not transparent, so that no grid shows through."""
     from matplotlib.colors import to_rgb

@@ -75,7 +75,9 @@ def test_the_simple_crop_is_torchvisions(imagenet_samples: Path) -> None:
     files = sorted(imagenet_samples.glob("*/*.JPEG"))[::50]
     rng, crop = np.random.default_rng(0), transforms.RandomCrop(192, padding=4, padding_mode="reflect")
     for picture in (Image.open(file).convert("RGB") for file in files):
-        geometry = padded_geometry(*(np.full(3, side) for side in picture.size[::-1]), rng.random((3, CROP_UNIFORMS)), 192, 0.5, "reflect")
+        geometry = padded_geometry(
+            *(np.full(3, side) for side in picture.size[::-1]), rng.random((3, CROP_UNIFORMS)), 192, 0.5, "reflect"
+        )
         resized = TF.resize(picture, 192, transforms.InterpolationMode.BICUBIC)
         assert geometry.resize[0].tolist() == list(resized.size[::-1])
         padded = TF.pad(resized, 4, padding_mode="reflect")
