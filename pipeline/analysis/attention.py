@@ -123,10 +123,11 @@ class QueryMaps(Collector):
 
     Args:
         query_row: (..., M, M) -> (..., rows, columns), the query's attention.
+        probe: what is averaged.
     """
 
-    def __init__(self, query_row: Callable[[Tensor], Tensor]) -> None:
-        super().__init__("attention")
+    def __init__(self, query_row: Callable[[Tensor], Tensor], probe: str = "attention") -> None:
+        super().__init__(probe)
         self._query_row = query_row
 
     def see(self, name: str, value: Tensor) -> None:
@@ -217,10 +218,15 @@ class DeiTChapter(GridChapter):
         self._average = self.collect(QueryMaps(self.query_row))
         if self.model.phi_design is None:  # its nonlocality and impact are in PerViT's chapters
             self._measures = self.collect(PhiMeasures(self.grid, "attention", self.model.relative_position))
+        if self.model.relative_position:
+            self._phi_p = self.collect(QueryMaps(self.query_row, "phi_p"))
 
     def lacks(self, name: str) -> str | None:
-        """Nothing is said of Ψ of a model that has no second attention, and of Ω and Ψ of one that PerViT's chapters measure."""
-        measured_there = self.model.phi_design is not None and name in ("nonlocality", "impact")
+        """Nothing is said of Ψ of a model that has no second attention, and of Φp, Ω and Ψ of one that PerViT's chapters measure."""
+        measured_there = self.model.phi_design is not None and name in ("nonlocality", "impact", "phi_p")
+        if name == "phi_p" and not measured_there and not self.model.relative_position:
+            cpvt = "Its positions come from convolutions of the tokens (CPVT), which weigh no pairs of patches."
+            return cpvt if len(self.model.position_generators) else "Its positions are added to the tokens, and give no attention."
         return "" if measured_there or (name == "impact" and not self.model.relative_position) else None
 
     @figure("nonlocality", "Nonlocality", "PerViT, Eq. 13, Appendix D and Fig. S4, left", "images")
@@ -245,6 +251,18 @@ class DeiTChapter(GridChapter):
             "Ψ of each head: the inverse of the Frobenius distance of the attention by content alone (above), or by position alone "
             f"(below), from their product, mean over {self.count:,} images. The higher, the closer the product is to that attention.",
             partial(layer_plots, panels, "Impact"),
+        )
+
+    @figure("phi_p", "Position-based attention of iRPE", "PerViT, Fig. S5", "images")
+    def _phi_p_maps(self, findings: Findings) -> Plot:
+        maps = self._phi_p.mean("maps")  # (layers, heads, rows, columns)
+        unit = "[layer][head][row][column], exp(R) of iRPE's scores R of the query, mean over the images"
+        findings.measure("phi_p_maps", maps, unit, _DIGITS)
+        labels: dict[str, Any] = {"rows": numbers(maps.shape[1]), "columns": numbers(len(maps)), "ylabel": "Head"}
+        return Plot(
+            "Φp = exp(R) of iRPE's scores R from the marked patch to all patches. They depend on the query's content: this is the mean "
+            f"over {self.count:,} images. One column per layer, one row per head, each map with its own colours.",
+            partial(map_figure, maps.transpose(0, 1), "$\\Phi_p$", self.query, own_scales=True, **labels),
         )
 
     @figure("average_maps", "Attention averaged over images", "ConViT, Fig. 15", "images")

@@ -92,7 +92,7 @@ def test_rows_are_of_the_size_their_table_prints() -> None:
         printed = row.figures.get("params_m")
         quoted = table.name == "pervit_tableS2" and row.labels[1] in ("ConViT-T", "ConViT-S")  # not what ConViT prints
         if printed and not quoted and row.config not in UNEXPLAINED and table.name not in UNEXPLAINED:
-            tolerance = max(0.05 if "." in printed else 1, 0.01 * float(printed))  # DeiT-B's 86.6 is cut to 86
+            tolerance = max(0.05 if "." in printed else 1.01, 0.01 * float(printed))  # DeiT-B's 86.6 is cut to 86
             assert parameters(row.config) == pytest.approx(float(printed), abs=tolerance), row
 
 
