@@ -226,7 +226,9 @@ class DeiTChapter(GridChapter):
         measured_there = self.model.phi_design is not None and name in ("nonlocality", "impact", "phi_p")
         if name == "phi_p" and not measured_there and not self.model.relative_position:
             cpvt = "Its positions come from convolutions of the tokens (CPVT), which weigh no pairs of patches."
-            return cpvt if len(self.model.position_generators) else "Its positions are added to the tokens, and give no attention."
+            return (
+                cpvt if len(self.model.position_generators) else "Its positions are added to the tokens, and give no attention."
+            )
         return "" if measured_there or (name == "impact" and not self.model.relative_position) else None
 
     @figure("nonlocality", "Nonlocality", "PerViT, Eq. 13, Appendix D and Fig. S4, left", "images")

@@ -192,7 +192,7 @@ def _curves(omega: dict[str, Tensor], title: str) -> Figure:
 
 
 NAMES = {"c": "central", "p": "para-central", "m": "mid peripheral", "f": "far peripheral"}
-_COLORS = (BLUE, GREEN, ORANGE, PINK)
+REGION_COLOURS = (BLUE, GREEN, ORANGE, PINK)
 
 
 class RegionsChapter(PeripheralChapter):
@@ -249,7 +249,7 @@ def _pie_and_bars(counts: Tensor) -> Figure:
     present = [index for index, count in enumerate(total) if count]
     pie.pie(
         [total[index] for index in present],
-        colors=[_COLORS[index] for index in present],
+        colors=[REGION_COLOURS[index] for index in present],
         autopct=lambda share: f"{share:.0f} %",
         pctdistance=1.22,
         startangle=90,
@@ -259,7 +259,7 @@ def _pie_and_bars(counts: Tensor) -> Figure:
     pie.set_title("all layers")
     layers, bottom = range(1, len(counts) + 1), torch.zeros(len(counts))
     for index, region in enumerate(REGIONS):
-        bars.bar(layers, counts[:, index], 0.75, bottom=bottom, color=_COLORS[index], label=NAMES[region])
+        bars.bar(layers, counts[:, index], 0.75, bottom=bottom, color=REGION_COLOURS[index], label=NAMES[region])
         bottom = bottom + counts[:, index]
     bars.set_xticks(layers)
     bars.set(xlabel="Layer", ylabel="heads and other layers")

@@ -74,7 +74,7 @@ def numbers(folder: Path) -> dict:
 
 def arguments_of(*words: object, output: Path) -> argparse.Namespace:
     """The command's arguments, parsed by the command."""
-    options: dict = {"output": output, "checkpoint": str(words[0]), "step": None}
+    options: dict = {"output": output, "checkpoints": str(words[0]).split(), "step": None}
     given = {**{name: value for name, value in vars(Options(output=output)).items()}, **options}
     for name, value in zip(words[1::2], words[2::2]):
         given[str(name)] = value
