@@ -92,7 +92,10 @@ class Measured:
 
     def speed(self, row: PaperRow) -> dict[str, Any] | None:
         """The last measurement of the row's model, with its switches and image size."""
-        keys = recipe_keys(str(row.config))
+        return self.speed_of(recipe_keys(str(row.config)))
+
+    def speed_of(self, keys: dict[str, Any]) -> dict[str, Any] | None:
+        """The last measurement of the model of a flat config."""
         switches = {
             key.removeprefix("model.switches."): value for key, value in keys.items() if key.startswith("model.switches.")
         }

@@ -181,7 +181,7 @@ def _ours(name: str, filled: Filled, number: int, setting: int) -> str | Number 
         return None
     keys = runs[0].flat if runs else recipe_keys(row.config)
     model = {key: value for key, value in keys.items() if key.startswith("model.")}
-    value = _size(yaml.safe_dump(model), name)
+    value = model_size(yaml.safe_dump(model), name)
     return Number(value, digits=2 if value >= 1 else 3)
 
 
@@ -190,7 +190,7 @@ def _speed(filled: Filled, row: PaperRow) -> dict[str, Any] | None:
 
 
 @cache
-def _size(keys: str, figure: str) -> float:
+def model_size(keys: str, figure: str) -> float:
     """Millions of parameters, or GMACs in the papers' convention, of the ``model.`` keys of a config."""
     keys_of = yaml.safe_load(keys)
     switches = {key.rpartition(".")[2]: value for key, value in keys_of.items() if key.startswith("model.switches.")}
