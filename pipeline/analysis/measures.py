@@ -141,6 +141,96 @@ class Collector:
         return (self.sums[name] / self.count).cpu()
 
 
+class ImageMeasures(Collector):
+    """Sums over images of measures per layer and head, (layers, heads) each by its name.
+
+    The layers of a grid (rows, columns) of patches offer ``phi_p`` before the last probe: (heads, N, N), or for each image
+    (B, heads, M, M).
+    """
+
+    def __init__(self, grid: tuple[int, int], *probes: str) -> None:
+        super().__init__(*probes)
+        self.distances = query_key_distances(*grid)  # (N, N)
+        self._phi_p: Tensor | None = None
+
+    def see(self, name: str, value: Tensor) -> None:
+        if name != self.probes[-1]:
+            self._phi_p = value
+            return
+        self.distances = self.distances.to(value.device)
+        phi_p, self._phi_p = self._phi_p, None
+        # float64 of one image at a time; value is (B, heads, M, M), or (1, heads, M, M) where it depends on no image
+        images = []
+        for i in range(len(value)):
+            of_image = phi_p[i] if phi_p is not None and phi_p.dim() == value.dim() else phi_p
+            images.append(self.measures(value[i].double(), None if of_image is None else of_image.double()))
+        for measure in images[0]:
+            per_image = torch.stack([found[measure] for found in images])  # (B, heads)
+            self.add(measure, self.layer, per_image.expand(len(self.valid), -1))
+
+    def patches(self, attention: Tensor) -> Tensor:
+        """(heads, M, M) -> (heads, N, N): without a class token, which has no place."""
+        tokens = len(self.distances)
+        return attention[..., -tokens:, -tokens:]
+
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        """Of one image: (heads, M, M) float64 -> name -> (heads,)."""
+        raise NotImplementedError
+
+
+class AttentionDistance(ImageMeasures):
+    """Mean attention distance, ``distance``. A class token, as query and key, is left out; the rest's rows are normalized again."""
+
+    def __init__(self, grid: tuple[int, int]) -> None:
+        super().__init__(grid, "attention")
+
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        patches = self.patches(value)
+        return {"distance": mean_attention_distance(patches / patches.sum(-1, keepdim=True), self.distances)}
+
+
+class PhiMeasures(ImageMeasures):
+    """Ω of Φc and of Φa = Φc ⊙ Φp, ``omega_c`` and ``omega_a``, and with Φp Ψ of both, ``psi_p`` and ``psi_c``. Without, Φa is Φc.
+
+    Args:
+        probe: ``phi_c``; or ``attention``, softmax(Q Kᵀ + log Φp), of which Φc is exp(Q Kᵀ - row maximum over all tokens).
+        has_phi_p: whether layers offer ``phi_p``.
+    """
+
+    def __init__(self, grid: tuple[int, int], probe: str, has_phi_p: bool) -> None:
+        super().__init__(grid, *(["phi_p"] if has_phi_p else []), probe)
+        self.distances = unit_distances(*grid)
+
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        if self.probes[-1] == "attention":
+            content = value if phi_p is None else value / phi_p
+            value = content / content.amax(-1, keepdim=True)
+        phi_c = self.patches(value)
+        omega_c = nonlocality(phi_c, self.distances)
+        if phi_p is None:
+            return {"omega_c": omega_c, "omega_a": omega_c}
+        phi_p = self.patches(phi_p)
+        mixed = phi_c * phi_p
+        psi = {"psi_p": impact(phi_p, mixed), "psi_c": impact(phi_c, mixed)}
+        return {"omega_c": omega_c, "omega_a": nonlocality(mixed, self.distances), **psi}
+
+
+class QueryMaps(Collector):
+    """A query's attention to all patches, mean over images: ``mean("maps")`` is (layers, heads, rows, columns).
+
+    Args:
+        query_row: (..., M, M) -> (..., rows, columns), the query's attention.
+        probe: what is averaged.
+    """
+
+    def __init__(self, query_row: Callable[[Tensor], Tensor], probe: str = "attention") -> None:
+        super().__init__(probe)
+        self._query_row = query_row
+
+    def see(self, name: str, value: Tensor) -> None:
+        self.add("maps", self.layer, self._query_row(value).expand(len(self.valid), -1, -1, -1))
+
+
 @torch.no_grad()
 def run_pass(
     forward: Callable[[Tensor], object],

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipeline.analysis.attention import IMPACT_UNIT, GridChapter, PhiMeasures
+from pipeline.analysis.attention import IMPACT_UNIT, GridChapter
 from pipeline.analysis.chapter import NO_IMAGES, Findings, Plot, Request, figure
 from pipeline.analysis.measures import (
     REGIONS,
+    PhiMeasures,
     nonlocality,
     patches_per_unit,
     region_masks,

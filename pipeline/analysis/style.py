@@ -146,7 +146,7 @@ def layer_plots(panels: Mapping[str, Any], ylabel: str, one_scale: bool = False)
 def patches_beside(figure: Figure, per_unit: float) -> Figure:
     """The figure, with a second scale on the right of its axes: patches, of which a unit has ``per_unit``."""
     for axes in list(figure.axes):
-        scale = axes.secondary_yaxis("right", functions=(lambda value: value * per_unit, lambda value: value / per_unit))
+        scale = axes.secondary_yaxis("right", functions=(lambda y: np.multiply(y, per_unit), lambda y: np.divide(y, per_unit)))
         scale.set_ylabel("patches")
         scale.spines["right"].set_visible(True)
     return figure

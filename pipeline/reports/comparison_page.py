@@ -176,8 +176,7 @@ def _figure_of(group: Group, key: str, measured: Measured) -> float | None:
     """Millions of parameters, GMACs or images/s of a group's model; None where they are not known."""
     flat, settings = group.runs[0].flat, group.runs[0].settings.model
     if key == "speed":
-        found = measured.speed_of(flat)
-        return found and float(found["fp32"])
+        return float(found["fp32"]) if (found := measured.speed_of(flat)) else None
     try:
         if key == "params_m":
             return model_size(yaml.safe_dump({name: value for name, value in flat.items() if name.startswith("model.")}), key)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.analysis.attention import PhiMeasures
 from pipeline.analysis.measures import (
     REGIONS,
+    PhiMeasures,
     impact,
     nonlocality,
     query_key_distances,
