@@ -166,7 +166,7 @@ class DeiTChapter(GridChapter):
         return Plot(
             "Φp = exp(R) of iRPE's scores R from the marked patch to all patches. They depend on the query's content: this is the mean "
             f"over {self.count:,} images. One column per layer, one row per head, each map with its own colours.",
-            partial(map_figure, maps.transpose(0, 1), "$\\Phi_p$", self.query, own_scales=True, **labels),
+            partial(map_figure, maps.transpose(0, 1), "$\\Phi_p$", self.query, own_scales=True, cell=0.8, **labels),
         )
 
     @figure("average_maps", "Attention averaged over images", "ConViT, Fig. 15", "images")

@@ -188,7 +188,7 @@ def _curves(omega: dict[str, Tensor], title: str) -> Figure:
         axes.plot(layers, values.mean(1), color=color, marker="o", markersize=3, label=OMEGA[name])
     axes.grid(axis="y")
     axes.set(xlabel="Layer", ylabel="nonlocality", title=title, xticks=layers, ylim=(0, None))
-    axes.legend(loc="upper left", ncols=3)
+    legend_beside(axes, 1.15)
     return figure
 
 

@@ -71,9 +71,9 @@ def numbers(count: int) -> list[str]:
     return [str(number) for number in range(1, count + 1)]
 
 
-def legend_beside(axes: Axes, **options: Any) -> None:
-    """The legend, to the right of the axes."""
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), **options)
+def legend_beside(axes: Axes, place: float = 1.0, **options: Any) -> None:
+    """The legend, to the right of the axes. Args: place: above 1 where a second scale is there."""
+    axes.legend(loc="center left", bbox_to_anchor=(place, 0.5), **options)
 
 
 def layer_plot(

@@ -119,7 +119,7 @@ class Filled:
     def missing(self, setting: int) -> list[PaperRow]:
         """The rows of ours without a run, each config once."""
         rows: dict[str, PaperRow] = {}
-        for number, row in enumerate(self.table.rows):
+        for number, row in sorted(enumerate(self.table.rows), key=lambda numbered: bool(numbered[1].test)):
             if row.config and not self.runs.get((number, setting)):
                 rows.setdefault(row.config, row)
         return list(rows.values())

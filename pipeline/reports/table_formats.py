@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from pipeline.errors import counted
 from pipeline.page import Html, Section, html, join, page
 from pipeline.reports.papers import find_table
 from pipeline.reports.row_runs import Measured, fill
@@ -49,7 +50,9 @@ def _page(sheet: Sheet) -> str:
     if sheet.missing:
         how = '<h3>{}</h3><pre class="command"><code>{}</code></pre>'
         commands = [html(how, row.labels, "\n".join(filter(None, [row.shards, row.command]))) for row in sheet.missing]
-        sections.append(Section(f"{len(sheet.missing)} rows without a run, and the commands that make one", join(commands)))
+        sections.append(
+            Section(f"{counted(len(sheet.missing), 'row')} without a result, and the commands that make one", join(commands))
+        )
     if sheet.unused or sheet.problems:
         parts = [html("<ul>{}</ul>", [html("<li>{}</li>", problem) for problem in sheet.problems])] if sheet.problems else []
         for reason, paths in sheet.unused.items():
