@@ -69,6 +69,11 @@ def main() -> None:
     parser.add_argument("--image-column", metavar="NAME", help="column in parquet files (default: by type and name)")
     parser.add_argument("--label-column", metavar="NAME", help="column in parquet files (default: by type and name)")
     parser.add_argument(
+        "--classes",
+        metavar="0-99|FILE",
+        help="keep these classes alone: numbers in class order, from 0, or a file with a class a line",
+    )
+    parser.add_argument(
         "--subset",
         type=float,
         default=1.0,
@@ -195,6 +200,13 @@ def _splits_in(output: Output) -> dict[str, SplitInfo]:
     return ShardManifest.read(output.folder).splits if (output.folder / MANIFEST).exists() else {}
 
 
+def _kept(args: argparse.Namespace, source: Source) -> Source:
+    """A split without the classes that ``--classes`` leaves out."""
+    from data_prep.sources import take_classes
+
+    return source if args.classes is None else take_classes(source, args.classes)
+
+
 def _open_sources(args: argparse.Namespace, output: Output) -> dict[str, Source]:
     from data_prep.job import refuse_untaught_classes
     from data_prep.set_checks import unseen_classes
@@ -218,8 +230,10 @@ def _open_sources(args: argparse.Namespace, output: Output) -> dict[str, Source]
                 f"--val-share requires a source with the split train alone, got {list(sources)} in {args.source}",
                 "drop --val-share",
             )
-        both = dict(zip(SPLITS, hold_out(sources["train"], args.val_share, args.seed)))
+        both = dict(zip(SPLITS, hold_out(_kept(args, sources["train"]), args.val_share, args.seed)))
         sources = {args.split: both[args.split]} if args.split else both
+    if args.val_share is None:
+        sources = {name: _kept(args, source) for name, source in sources.items()}
     if args.subset != 1 and "train" not in sources:
         raise UserError(f"--subset requires a train split, got only {list(sources)}, which stays complete", "drop --subset")
     if len(sources) > 1:

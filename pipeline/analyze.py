@@ -2,9 +2,11 @@
 
     pervit analyze runs/pervit_t --data data/imagenet --output analysis/pervit_t
     pervit analyze deit_s --data folder/of/images --images 100 --only attention_distance --output analysis/deit_s
+    pervit analyze runs/pervit_t runs/deit_t runs/pervit_table2_deit_t_irpe --data data/imagenet --output analysis/compared
 
 Writes index.html, a page with all figures; the figures as PNG and SVG; and analysis.json with the numbers. Without --data,
-only the figures of the weights are made. A model's name stands for fresh weights.
+only the figures of the weights are made. A model's name stands for fresh weights. Several models have a folder each, and a page that
+shows them in one plot.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from pipeline.stores.place import place_argument
 def main() -> None:
     parser = command_parser("pipeline.analyze", __doc__)
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="a run folder, one of its checkpoints, an exported file, or a model's name")
+    source = "a run folder, one of its checkpoints, an exported file, or a model's name; or several"
+    add("checkpoints", nargs="+", metavar="CHECKPOINT", help=source)
     data = "folder or URL with shards, or folder with images: CLASS/*.JPEG or SPLIT/CLASS/*.JPEG"
     add("--data", type=place_argument, metavar="DIR", help=data)
     add("--split", default="val", help="default: val")
@@ -68,8 +71,8 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.logs import console
     from pipeline.shards.image_folder import check_data
 
-    if is_path(args.checkpoint):
-        check_source(Path(args.checkpoint), args.step)
+    for checkpoint in filter(is_path, args.checkpoints):
+        check_source(Path(checkpoint), args.step)
     if args.data is not None:
         check_data(args.data)
 
@@ -81,10 +84,10 @@ def run(args: argparse.Namespace) -> None:
 
         prepare_output(args.output)
 
-    with console.stage(f"reading {args.checkpoint}"):
-        subject = read_subject(args.checkpoint, args.step, args.seed)
-    options = {name: value for name, value in vars(args).items() if name not in ("checkpoint", "step")}
-    analyze(subject, Options(**options))
+    with console.stage(f"reading {', '.join(args.checkpoints)}"):
+        subjects = [read_subject(checkpoint, args.step, args.seed) for checkpoint in args.checkpoints]
+    options = {name: value for name, value in vars(args).items() if name not in ("checkpoints", "step")}
+    analyze(subjects, Options(**options))
 
 
 command = partial(run_command, main, resumes=False)

@@ -12,7 +12,8 @@ what is there and says what is missing. For the sections about mistakes and abou
     pervit evaluate --checkpoint RUN --data DATA --predictions RUN/predictions.parquet
     pervit analyze RUN --data DATA --output RUN/analysis
 
-With several runs, or a folder that holds some, the page compares them. --table list lists the papers' tables.
+With several runs, or a folder that holds some, the page compares them. --table list lists the papers' tables; some also take files
+that `evaluate --json` or `throughput --json` has written, beside the runs.
 """
 
 from __future__ import annotations

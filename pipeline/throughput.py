@@ -16,6 +16,8 @@ from typing import Any
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
+from pipeline.config import ModelConfig, load_config
+from pipeline.config.tables import ABLATIONS
 from pipeline.files import check_writable
 from pipeline.models.registry import check_name
 from pipeline.terminal import Stage
@@ -27,20 +29,26 @@ _WARM_UP, _CPU_WARM_UP, _SECONDS = 10, 1, 2.0
 def main() -> None:
     parser = command_parser("pipeline.throughput", __doc__)
     add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="as `pervit models` lists them, or timm:NAME")
+    add(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="as `pervit models` lists them, timm:NAME, or a row of a table, ablations/NAME",
+    )
     add("--batch-size", type=int, help=f"images per forward pass (default: {_BATCH}; on a CPU {_CPU_BATCH})")
     add("--image-size", type=int, help="in pixels (default: that of the model's paper)")
     add("--json", type=Path, metavar="FILE", help="also write the rows to this file")
     args = parser.parse_args()
     if args.json:
         check_writable(args.json)
-    for name in args.models:
-        check_name(name)
+    given = {name: load_config(name).model if name.startswith(ABLATIONS) else ModelConfig(name=name) for name in args.models}
+    for model in given.values():
+        check_name(model.name)
     from pipeline.cluster.rendezvous import disconnect, init_world  # imported late: PyTorch takes seconds
 
     device = init_world().device
     with Stage(f"measuring {', '.join(args.models)}"):
-        rows = [measure(name, args.batch_size, args.image_size, device) for name in args.models]
+        rows = [measure(model, args.batch_size, args.image_size, device) for model in given.values()]
     disconnect()
     print(f"{'model':<14} {'size':>5} {'params M':>8} {'batch':>5} {'fp32':>9} {'bf16':>9} {'paper':>9}  images/s")
     for row in rows:
@@ -51,7 +59,7 @@ def main() -> None:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def measure(name: str, batch_size: int | None, image_size: int | None, device: Any) -> dict[str, Any]:
+def measure(config: ModelConfig, batch_size: int | None, image_size: int | None, device: Any) -> dict[str, Any]:
     """Images per second of a model by precision, None where it would be emulated, and the paper's at its image size."""
     import torch
     from torch.utils.benchmark import Timer
@@ -59,9 +67,10 @@ def measure(name: str, batch_size: int | None, image_size: int | None, device: A
     from pipeline.hardware import native_bf16
     from pipeline.step.precision import autocast
 
+    name, switches = config.name, config.switches
     entry, on_cpu, threads = models.model_entry(name), device.type == "cpu", torch.get_num_threads()
     size, batch = image_size or entry.image_size, batch_size or (_CPU_BATCH if on_cpu else _BATCH)
-    given: dict[str, Any] = {"model": models.create_model(name, entry.num_classes, size).to(device).eval()}
+    given: dict[str, Any] = {"model": models.create_model(name, entry.num_classes, size, switches=switches).to(device).eval()}
     given["images"] = torch.randn(batch, 3, size, size, device=device)
     rates: dict[str, float | None] = {"fp32": None, "bf16": None}
     for precision in rates if native_bf16(device)[0] else ["fp32"]:
@@ -70,7 +79,7 @@ def measure(name: str, batch_size: int | None, image_size: int | None, device: A
             timer.timeit(_CPU_WARM_UP if on_cpu else _WARM_UP)
             rates[precision] = batch / timer.blocked_autorange(min_run_time=_SECONDS).median
     params = sum(parameter.numel() for parameter in given["model"].parameters())
-    about = {"model": name, "image_size": size, "params": params, "batch_size": batch, **rates}
+    about = {"model": name, "switches": switches, "image_size": size, "params": params, "batch_size": batch, **rates}
     named = f"a CPU, {threads} threads" if on_cpu else torch.cuda.get_device_name(device)
     paper = entry.paper_speed if size == entry.image_size else None
     return {**about, "paper": paper, "device": named, "torch": torch.__version__}

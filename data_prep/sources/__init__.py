@@ -20,7 +20,7 @@
 from data_prep.sources.base import Source, SourceImage
 from data_prep.sources.detect import Reading, open_sources
 from data_prep.sources.image_folder import ImageFolder
-from data_prep.sources.subset import FIRST, RANDOM, check_fraction, hold_out, take_subset
+from data_prep.sources.subset import FIRST, RANDOM, check_fraction, hold_out, take_classes, take_subset
 
 __all__ = [
     "FIRST",
@@ -32,5 +32,6 @@ __all__ = [
     "check_fraction",
     "hold_out",
     "open_sources",
+    "take_classes",
     "take_subset",
 ]

@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+import re
 from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
 
 import numpy as np
 
 from data_prep.sources.base import Source
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few
 from pipeline.stream.order import sample_at
 from pipeline.stream.philox import Stream
 
 RANDOM, FIRST = "random", "first"  # rules of a subset
+
+
+def take_classes(source: Source, asked: str) -> Source:
+    """Keep some classes, in their order, with labels from 0: ConViT's Fig. 8 and 12 are of ImageNet's first hundred.
+
+    Args:
+        source: a complete split.
+        asked: numbers and ranges in class order, from 0, with commas between (``0-99``), or a file with a class a line.
+
+    Raises:
+        UserError: the source has no such class.
+    """
+    names = source.class_names
+    if re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", asked):
+        ends = [part.partition("-")[::2] for part in asked.split(",")]
+        ranges = [(int(first), int(last or first)) for first, last in ends]
+        if any(not first <= last < len(names) for first, last in ranges):
+            raise UserError(
+                f"--classes must be of 0 to {len(names) - 1}, the classes of {source.path}, got {asked}", "correct it"
+            )
+        chosen = [number for number in range(len(names)) if any(first <= number <= last for first, last in ranges)]
+    else:
+        try:
+            listed = [line.strip() for line in Path(asked).read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, ValueError):
+            problem = f"--classes must be numbers such as 0-99, or a readable file with a class a line, got {asked}"
+            raise UserError(problem, "correct it") from None
+        if not listed or (unknown := [name for name in listed if name not in names]):
+            problem = f"--classes {asked} must list classes of {source.path} ({first_few(names)}), got "
+            raise UserError(problem + (first_few(unknown) if listed else "none"), "correct the file")
+        chosen = [number for number, name in enumerate(names) if name in set(listed)]
+    kept = source.select(np.flatnonzero(np.isin(source.labels, chosen)))
+    kept.class_names = [names[number] for number in chosen]
+    kept.labels = np.searchsorted(chosen, kept.labels).astype(np.int32)
+    return kept
 
 
 def take_subset(source: Source, fraction: float, seed: int, rule: str = RANDOM) -> Source:

@@ -1,6 +1,6 @@
 """Self-attention of any family with a square grid of tokens (DeiT, DeiT III, ConViT, PerViT): how far heads look (ConViT, Eq. 8, Fig. 5).
 
-What other chapters on attention share is here too: measures of each image, and maps of a query. And what is of DeiT: nonlocality Ω,
+What other chapters on attention share is here too. And what is of DeiT: nonlocality Ω,
 attention maps of images, and maps averaged over images (ConViT, Fig. 10, 15 and 16; PerViT, Appendix D, Fig. S4). Its Ω has the
 definition of PerViT's Appendix D for models without Φp: Φa = exp(Q Kᵀ), with the row maximum subtracted before exp. It is not
 ConViT's, whose rows sum to 1. The class token has no place: Ω leaves it out, as query and as key; the row maximum is over all tokens,
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pipeline.analysis.chapter import Chapter, Example, Findings, Plot, Request, figure
 from pipeline.analysis.maps import map_figure, overlay_grid
-from pipeline.analysis.measures import Collector, impact, mean_attention_distance, nonlocality, query_key_distances
-from pipeline.analysis.style import layer_plot, layer_plots, numbers
+from pipeline.analysis.measures import AttentionDistance, PhiMeasures, QueryMaps, patches_per_unit
+from pipeline.analysis.style import layer_plot, layer_plots, numbers, patches_beside
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import patch_grid
 from pipeline.models.convit import ConViT
@@ -30,97 +30,10 @@ from pipeline.models.pervit.model import PerViT
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+OMEGA_UNIT = "[layer][head], coordinates of [-1, 1]; times patches_per_unit: nonlocality_in_patches"
 IMPACT_UNIT = "[layer][head], no unit; null: infinite, both attentions are equal"
 _MAPS = "[layer][head][row][column], attention of the query to each patch; with the class token's share a row sums to 1"
 _DIGITS = 6  # significant, of maps in analysis.json
-
-
-class ImageMeasures(Collector):
-    """Sums over images of measures per layer and head, (layers, heads) each by its name.
-
-    The layers of a grid (rows, columns) of patches offer ``phi_p`` before the last probe: (heads, N, N), or for each image
-    (B, heads, M, M).
-    """
-
-    def __init__(self, grid: tuple[int, int], *probes: str) -> None:
-        super().__init__(*probes)
-        self.distances = query_key_distances(*grid)  # (N, N)
-        self._phi_p: Tensor | None = None
-
-    def see(self, name: str, value: Tensor) -> None:
-        if name != self.probes[-1]:
-            self._phi_p = value
-            return
-        self.distances = self.distances.to(value.device)
-        phi_p, self._phi_p = self._phi_p, None
-        # float64 of one image at a time; value is (B, heads, M, M), or (1, heads, M, M) where it depends on no image
-        images = []
-        for i in range(len(value)):
-            of_image = phi_p[i] if phi_p is not None and phi_p.dim() == value.dim() else phi_p
-            images.append(self.measures(value[i].double(), None if of_image is None else of_image.double()))
-        for measure in images[0]:
-            per_image = torch.stack([found[measure] for found in images])  # (B, heads)
-            self.add(measure, self.layer, per_image.expand(len(self.valid), -1))
-
-    def patches(self, attention: Tensor) -> Tensor:
-        """(heads, M, M) -> (heads, N, N): without a class token, which has no place."""
-        tokens = len(self.distances)
-        return attention[..., -tokens:, -tokens:]
-
-    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
-        """Of one image: (heads, M, M) float64 -> name -> (heads,)."""
-        raise NotImplementedError
-
-
-class AttentionDistance(ImageMeasures):
-    """Mean attention distance, ``distance``. A class token, as query and key, is left out; the rest's rows are normalized again."""
-
-    def __init__(self, grid: tuple[int, int]) -> None:
-        super().__init__(grid, "attention")
-
-    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
-        patches = self.patches(value)
-        return {"distance": mean_attention_distance(patches / patches.sum(-1, keepdim=True), self.distances)}
-
-
-class PhiMeasures(ImageMeasures):
-    """Ω of Φc and of Φa = Φc ⊙ Φp, ``omega_c`` and ``omega_a``, and with Φp Ψ of both, ``psi_p`` and ``psi_c``. Without, Φa is Φc.
-
-    Args:
-        probe: ``phi_c``; or ``attention``, softmax(Q Kᵀ + log Φp), of which Φc is exp(Q Kᵀ - row maximum over all tokens).
-        has_phi_p: whether layers offer ``phi_p``.
-    """
-
-    def __init__(self, grid: tuple[int, int], probe: str, has_phi_p: bool) -> None:
-        super().__init__(grid, *(["phi_p"] if has_phi_p else []), probe)
-
-    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
-        if self.probes[-1] == "attention":
-            content = value if phi_p is None else value / phi_p
-            value = content / content.amax(-1, keepdim=True)
-        phi_c = self.patches(value)
-        omega_c = nonlocality(phi_c, self.distances)
-        if phi_p is None:
-            return {"omega_c": omega_c, "omega_a": omega_c}
-        phi_p = self.patches(phi_p)
-        mixed = phi_c * phi_p
-        psi = {"psi_p": impact(phi_p, mixed), "psi_c": impact(phi_c, mixed)}
-        return {"omega_c": omega_c, "omega_a": nonlocality(mixed, self.distances), **psi}
-
-
-class QueryMaps(Collector):
-    """A query's attention to all patches, mean over images: ``mean("maps")`` is (layers, heads, rows, columns).
-
-    Args:
-        query_row: (..., M, M) -> (..., rows, columns), the query's attention.
-    """
-
-    def __init__(self, query_row: Callable[[Tensor], Tensor]) -> None:
-        super().__init__("attention")
-        self._query_row = query_row
-
-    def see(self, name: str, value: Tensor) -> None:
-        self.add("maps", self.layer, self._query_row(value).expand(len(self.valid), -1, -1, -1))
 
 
 class GridChapter(Chapter):
@@ -136,6 +49,20 @@ class GridChapter(Chapter):
         self.grid = rows, columns = patch_grid(request.image_size, request.image_size)
         self.query = request.query or (rows // 2, columns // 2)
         self.query_index = self.query[0] * columns + self.query[1]
+
+    @property
+    def omega_unit(self) -> str:
+        """The unit of Ω, for captions."""
+        per_unit = patches_per_unit(self.grid[0])
+        return f"in coordinates that go from -1 to 1 over a side, as the paper's (1 is {per_unit:g} patches: the axis on the right)"
+
+    def measure_omega(self, findings: Findings, omega: dict[str, Tensor]) -> None:
+        """Record Ω, (layers, heads) by the attention's name, in the unit of PerViT's figures, and in patches beside it."""
+        per_unit = patches_per_unit(self.grid[0])
+        findings.measure("patches_per_unit", per_unit, "patches in the unit of nonlocality, (rows - 1) / 2")
+        for name, values in omega.items():
+            findings.measure(f"nonlocality.{name}", values, OMEGA_UNIT)
+            findings.measure(f"nonlocality_in_patches.{name}", values * per_unit, "[layer][head], patches")
 
     def query_row(self, attention: Tensor) -> Tensor:
         """The query's attention to the patches, (..., M, M) -> (..., rows, columns); what comes before the patches is left out."""
@@ -193,22 +120,29 @@ class DeiTChapter(GridChapter):
         self._average = self.collect(QueryMaps(self.query_row))
         if self.model.phi_design is None:  # its nonlocality and impact are in PerViT's chapters
             self._measures = self.collect(PhiMeasures(self.grid, "attention", self.model.relative_position))
+        if self.model.relative_position:
+            self._phi_p = self.collect(QueryMaps(self.query_row, "phi_p"))
 
     def lacks(self, name: str) -> str | None:
-        """Nothing is said of Ψ of a model that has no second attention, and of Ω and Ψ of one that PerViT's chapters measure."""
-        measured_there = self.model.phi_design is not None and name in ("nonlocality", "impact")
+        """Nothing is said of Ψ of a model that has no second attention, and of Φp, Ω and Ψ of one that PerViT's chapters measure."""
+        measured_there = self.model.phi_design is not None and name in ("nonlocality", "impact", "phi_p")
+        if name == "phi_p" and not measured_there and not self.model.relative_position:
+            cpvt = "Its positions come from convolutions of the tokens (CPVT), which weigh no pairs of patches."
+            return (
+                cpvt if len(self.model.position_generators) else "Its positions are added to the tokens, and give no attention."
+            )
         return "" if measured_there or (name == "impact" and not self.model.relative_position) else None
 
     @figure("nonlocality", "Nonlocality", "PerViT, Eq. 13, Appendix D and Fig. S4, left", "images")
     def _nonlocality(self, findings: Findings) -> Plot:
         omega = self._measures.mean("omega_a")
-        findings.measure("nonlocality.attention", omega, "[layer][head], patches")
+        self.measure_omega(findings, {"attention": omega})
         times = ", times exp(R) of iRPE's scores R" if self.model.relative_position else ""
         return Plot(
             f"Ω of each head: attention before its rows are normalized, exp(Q Kᵀ) with each row's maximum at 1{times}, times the distance "
-            f"between query and key in patches, mean over all pairs of patches and {self.count:,} images. Unlike the mean attention "
-            "distance it grows with the number of keys that a head attends to.",
-            partial(layer_plot, omega, "$\\Omega_a$ in patches"),
+            f"between query and key, mean over all pairs of patches and {self.count:,} images, {self.omega_unit}. Unlike the mean "
+            "attention distance it grows with the number of keys that a head attends to.",
+            lambda: patches_beside(layer_plot(omega, "$\\Omega_a$"), patches_per_unit(self.grid[0])),
         )
 
     @figure("impact", "Impact of content and position", "PerViT, Eq. 12, Appendix D and Fig. S4, middle and right", "images")
@@ -221,6 +155,18 @@ class DeiTChapter(GridChapter):
             "Ψ of each head: the inverse of the Frobenius distance of the attention by content alone (above), or by position alone "
             f"(below), from their product, mean over {self.count:,} images. The higher, the closer the product is to that attention.",
             partial(layer_plots, panels, "Impact"),
+        )
+
+    @figure("phi_p", "Position-based attention of iRPE", "PerViT, Fig. S5", "images")
+    def _phi_p_maps(self, findings: Findings) -> Plot:
+        maps = self._phi_p.mean("maps")  # (layers, heads, rows, columns)
+        unit = "[layer][head][row][column], exp(R) of iRPE's scores R of the query, mean over the images"
+        findings.measure("phi_p_maps", maps, unit, _DIGITS)
+        labels: dict[str, Any] = {"rows": numbers(maps.shape[1]), "columns": numbers(len(maps)), "ylabel": "Head"}
+        return Plot(
+            "Φp = exp(R) of iRPE's scores R from the marked patch to all patches. They depend on the query's content: this is the mean "
+            f"over {self.count:,} images. One column per layer, one row per head, each map with its own colours.",
+            partial(map_figure, maps.transpose(0, 1), "$\\Phi_p$", self.query, own_scales=True, cell=0.8, **labels),
         )
 
     @figure("average_maps", "Attention averaged over images", "ConViT, Fig. 15", "images")

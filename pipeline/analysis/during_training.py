@@ -13,8 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.analysis.attention import AttentionChapter, AttentionDistance
-from pipeline.analysis.measures import Collector, add_over_ranks, look, nonlocality, plain, query_key_distances
+from pipeline.analysis.attention import AttentionChapter
+from pipeline.analysis.measures import (
+    AttentionDistance,
+    Collector,
+    add_over_ranks,
+    look,
+    nonlocality,
+    plain,
+    unit_distances,
+)
 from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.loader.loader import Batch
@@ -22,7 +30,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import patch_grid
 from pipeline.optim.engine import Engine
 
-IMAGES = 256  # of the validation set, whatever the number of ranks and the batch size
+IMAGES = 256  # of the validation set with eval.analyses=true, whatever the number of ranks and the batch size
 _PART = 32  # images in a forward pass: ConViT-B's attention maps of 32 images are 80 MB for a layer
 _IMAGE_DIMENSIONS = 4  # of what is of images, (B, heads, N, N)
 _DIGITS = 6  # significant digits in metrics.jsonl
@@ -47,18 +55,19 @@ class _OfWeights(Collector):
 
 
 class FirstImages:
-    """Looks at the first :data:`IMAGES` images of an evaluation. Called with each of its batches, on all ranks alike.
+    """Looks at the first images of an evaluation, :data:`IMAGES` unless ``count`` says how many. Called with each of its batches, on all ranks alike.
 
     Args:
         forward: (B, 3, H, W) -> anything; in eval mode.
     """
 
-    def __init__(self, forward: Callable[[Tensor], object], image_size: int, world: World) -> None:
+    def __init__(self, forward: Callable[[Tensor], object], image_size: int, world: World, count: int | bool = True) -> None:
         grid = patch_grid(image_size, image_size)
         self._forward, self._world = forward, world
+        self._images = IMAGES if count is True else count
         self._distance = AttentionDistance(grid)
         self._gate = _OfWeights("gate", lambda gate: gate)
-        self._phi_p = _OfWeights("phi_p", lambda phi: nonlocality(phi, query_key_distances(*grid, phi.device)))
+        self._phi_p = _OfWeights("phi_p", lambda phi: nonlocality(phi, unit_distances(*grid, phi.device)))
         self._collectors: list[Collector] = [self._distance, self._gate, self._phi_p]
         self._batches = 0
         self._count = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -68,14 +77,14 @@ class FirstImages:
         """For one evaluation of a run; None if ``eval.analyses`` is off, or there is nothing to follow."""
         if not config.eval.analyses or nothing_to_follow(engine.module):
             return None
-        return cls(engine, config.model.image_size, world)
+        return cls(engine, config.model.image_size, world, config.eval.analyses)
 
     def __call__(self, batch: Batch, *results: object) -> None:
         first = self._batches * self._world.size * len(batch.images)  # of this batch, over all ranks
         self._batches += 1
-        if first >= IMAGES:
+        if first >= self._images:
             return
-        among = torch.from_numpy(batch.request.position < IMAGES).to(batch.valid.device)  # (B,)
+        among = torch.from_numpy(batch.request.position < self._images).to(batch.valid.device)  # (B,)
         valid = batch.valid & among
         for images, counts in zip(batch.images.split(_PART), valid.split(_PART)):  # the same parts on all ranks
             look(self._forward, images, counts, self._collectors)
@@ -84,7 +93,8 @@ class FirstImages:
     def measures(self) -> dict[str, Any]:
         """What was found, as in ``analysis.json``; a key is missing where the model has no such value. Collective.
 
-        ``mean_attention_distance`` and ``nonlocality``: ``phi_p``, [layer][head] in patches; ``gate``, with None for a layer without.
+        ``mean_attention_distance``, [layer][head] in patches; ``nonlocality``: ``phi_p``, in coordinates of [-1, 1]; ``gate``, with
+        None for a layer without.
         """
         add_over_ranks(self._count, self._world, self._collectors)
         found: dict[str, Any] = {"mean_attention_distance": plain(self._distance.mean("distance"), _DIGITS)}

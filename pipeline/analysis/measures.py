@@ -47,8 +47,18 @@ def query_key_distances(rows: int, columns: int, device: torch.device | None = N
     return distances_between(places(rows, columns, device), places(rows, columns, device))
 
 
+def patches_per_unit(rows: int) -> float:
+    """Patches in the unit of PerViT's published Ω: its code measures in coordinates that go from -1 to 1 over a side, so 6.5 of 14."""
+    return max(rows - 1, 1) / 2
+
+
+def unit_distances(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
+    """:func:`query_key_distances` in coordinates of [-1, 1], as the authors of PerViT measure Ω (util/visualize.py): (N, N) float64."""
+    return query_key_distances(rows, columns, device) / patches_per_unit(rows)
+
+
 def nonlocality(phi: Tensor, distances: Tensor) -> Tensor:
-    """Ω: mean over all pairs of attention (..., N, N) times distance (N, N), in patches (PerViT, Eq. 13): (...) float64."""
+    """Ω: mean over all pairs of attention (..., N, N) times distance (N, N), in its unit (PerViT, Eq. 13): (...) float64."""
     return (phi.double() * distances).mean(dim=(-2, -1))
 
 
@@ -129,6 +139,96 @@ class Collector:
     def mean(self, name: str) -> Tensor:
         """(layers, ...) float64 on the CPU: the mean over all images, after the pass."""
         return (self.sums[name] / self.count).cpu()
+
+
+class ImageMeasures(Collector):
+    """Sums over images of measures per layer and head, (layers, heads) each by its name.
+
+    The layers of a grid (rows, columns) of patches offer ``phi_p`` before the last probe: (heads, N, N), or for each image
+    (B, heads, M, M).
+    """
+
+    def __init__(self, grid: tuple[int, int], *probes: str) -> None:
+        super().__init__(*probes)
+        self.distances = query_key_distances(*grid)  # (N, N)
+        self._phi_p: Tensor | None = None
+
+    def see(self, name: str, value: Tensor) -> None:
+        if name != self.probes[-1]:
+            self._phi_p = value
+            return
+        self.distances = self.distances.to(value.device)
+        phi_p, self._phi_p = self._phi_p, None
+        # float64 of one image at a time; value is (B, heads, M, M), or (1, heads, M, M) where it depends on no image
+        images = []
+        for i in range(len(value)):
+            of_image = phi_p[i] if phi_p is not None and phi_p.dim() == value.dim() else phi_p
+            images.append(self.measures(value[i].double(), None if of_image is None else of_image.double()))
+        for measure in images[0]:
+            per_image = torch.stack([found[measure] for found in images])  # (B, heads)
+            self.add(measure, self.layer, per_image.expand(len(self.valid), -1))
+
+    def patches(self, attention: Tensor) -> Tensor:
+        """(heads, M, M) -> (heads, N, N): without a class token, which has no place."""
+        tokens = len(self.distances)
+        return attention[..., -tokens:, -tokens:]
+
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        """Of one image: (heads, M, M) float64 -> name -> (heads,)."""
+        raise NotImplementedError
+
+
+class AttentionDistance(ImageMeasures):
+    """Mean attention distance, ``distance``. A class token, as query and key, is left out; the rest's rows are normalized again."""
+
+    def __init__(self, grid: tuple[int, int]) -> None:
+        super().__init__(grid, "attention")
+
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        patches = self.patches(value)
+        return {"distance": mean_attention_distance(patches / patches.sum(-1, keepdim=True), self.distances)}
+
+
+class PhiMeasures(ImageMeasures):
+    """Ω of Φc and of Φa = Φc ⊙ Φp, ``omega_c`` and ``omega_a``, and with Φp Ψ of both, ``psi_p`` and ``psi_c``. Without, Φa is Φc.
+
+    Args:
+        probe: ``phi_c``; or ``attention``, softmax(Q Kᵀ + log Φp), of which Φc is exp(Q Kᵀ - row maximum over all tokens).
+        has_phi_p: whether layers offer ``phi_p``.
+    """
+
+    def __init__(self, grid: tuple[int, int], probe: str, has_phi_p: bool) -> None:
+        super().__init__(grid, *(["phi_p"] if has_phi_p else []), probe)
+        self.distances = unit_distances(*grid)
+
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        if self.probes[-1] == "attention":
+            content = value if phi_p is None else value / phi_p
+            value = content / content.amax(-1, keepdim=True)
+        phi_c = self.patches(value)
+        omega_c = nonlocality(phi_c, self.distances)
+        if phi_p is None:
+            return {"omega_c": omega_c, "omega_a": omega_c}
+        phi_p = self.patches(phi_p)
+        mixed = phi_c * phi_p
+        psi = {"psi_p": impact(phi_p, mixed), "psi_c": impact(phi_c, mixed)}
+        return {"omega_c": omega_c, "omega_a": nonlocality(mixed, self.distances), **psi}
+
+
+class QueryMaps(Collector):
+    """A query's attention to all patches, mean over images: ``mean("maps")`` is (layers, heads, rows, columns).
+
+    Args:
+        query_row: (..., M, M) -> (..., rows, columns), the query's attention.
+        probe: what is averaged.
+    """
+
+    def __init__(self, query_row: Callable[[Tensor], Tensor], probe: str = "attention") -> None:
+        super().__init__(probe)
+        self._query_row = query_row
+
+    def see(self, name: str, value: Tensor) -> None:
+        self.add("maps", self.layer, self._query_row(value).expand(len(self.valid), -1, -1, -1))
 
 
 @torch.no_grad()

@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipeline.analysis.attention import IMPACT_UNIT, GridChapter, PhiMeasures
+from pipeline.analysis.attention import IMPACT_UNIT, GridChapter
 from pipeline.analysis.chapter import NO_IMAGES, Findings, Plot, Request, figure
-from pipeline.analysis.measures import REGIONS, nonlocality, query_key_distances, region_masks, region_radii, region_scores
-from pipeline.analysis.style import layer_plots, legend_beside, new_figure
+from pipeline.analysis.measures import (
+    REGIONS,
+    PhiMeasures,
+    nonlocality,
+    patches_per_unit,
+    region_masks,
+    region_radii,
+    region_scores,
+    unit_distances,
+)
+from pipeline.analysis.style import layer_plots, legend_beside, new_figure, patches_beside
 from pipeline.models.common.base import VisionModel
 from pipeline.models.pervit.model import PerViT
 from pipeline.models.pervit.phi_model import PhiModel
@@ -71,8 +80,8 @@ class PeripheralChapter(GridChapter):
 
     @cached_property
     def omega_p(self) -> Tensor:
-        """Ωp, (layers, heads) float64 on the CPU, in patches (PerViT, Eq. 13)."""
-        distances = query_key_distances(*self.grid, next(self.model.parameters()).device)
+        """Ωp, (layers, heads) float64 on the CPU, in coordinates of [-1, 1] (PerViT, Eq. 13)."""
+        distances = unit_distances(*self.grid, next(self.model.parameters()).device)
         return torch.stack([nonlocality(phi, distances) for phi in self.phi_p()]).cpu()
 
     @cached_property
@@ -109,8 +118,7 @@ class PerViTChapter(PeripheralChapter):
             omega["attention"] = omega["phi_p"]
         elif self.count:
             omega["phi_c"], omega["attention"] = self._measures.mean("omega_c"), self._measures.mean("omega_a")
-        for name, values in omega.items():
-            findings.measure(f"nonlocality.{name}", values, "[layer][head], patches")
+        self.measure_omega(findings, omega)
         self._omega = omega
 
     @figure("nonlocality", "Nonlocality", "PerViT, Fig. 8 and S16")
@@ -126,9 +134,9 @@ class PerViTChapter(PeripheralChapter):
         if len(panels) == 2:  # one attention is missing, and Ωa repeats the other
             del panels[OMEGA["attention"]]
         return Plot(
-            "How far each head attends: query-key distance, weighted with attention and averaged over all pairs, in patches. Φp is the "
-            f"position-based attention, Φc the content-based one, Φa their product. {parts}",
-            partial(layer_plots, panels, "nonlocality (patches)", one_scale=True),
+            f"How far each head attends: query-key distance, weighted with attention and averaged over all pairs, {self.omega_unit}. Φp "
+            f"is the position-based attention, Φc the content-based one, Φa their product. {parts}",
+            lambda: patches_beside(layer_plots(panels, "nonlocality", one_scale=True), patches_per_unit(self.grid[0])),
             more_with_images=waiting,
         )
 
@@ -163,10 +171,10 @@ class PerViTChapter(PeripheralChapter):
         title = (f"({row}) {told}" if row else told) if is_pervit else f"DeiT with {PHI['phi_p']}"
         removed = "The gap between Ωc and Ωa is what Φp removes. " if "phi_c" in omega and self.has_phi_p else ""
         return Plot(
-            "Nonlocality by layer, in patches: the line is the mean of the heads, the band reaches from the most local to the most global "
+            f"Nonlocality by layer, {self.omega_unit}: the line is the mean of the heads, the band reaches from the most local to the most global "
             f"head. {removed}One checkpoint gives one curve of the paper's figure; its other curves are models that "
             "were trained without a component.",
-            partial(_curves, omega, title),
+            lambda: patches_beside(_curves(omega, title), patches_per_unit(self.grid[0])),
         )
 
 
@@ -179,13 +187,13 @@ def _curves(omega: dict[str, Tensor], title: str) -> Figure:
         axes.fill_between(layers, values.amin(1), values.amax(1), color=color, alpha=0.15, linewidth=0)
         axes.plot(layers, values.mean(1), color=color, marker="o", markersize=3, label=OMEGA[name])
     axes.grid(axis="y")
-    axes.set(xlabel="Layer", ylabel="nonlocality (patches)", title=title, xticks=layers, ylim=(0, None))
-    legend_beside(axes)
+    axes.set(xlabel="Layer", ylabel="nonlocality", title=title, xticks=layers, ylim=(0, None))
+    legend_beside(axes, 1.15)
     return figure
 
 
 NAMES = {"c": "central", "p": "para-central", "m": "mid peripheral", "f": "far peripheral"}
-_COLORS = (BLUE, GREEN, ORANGE, PINK)
+REGION_COLOURS = (BLUE, GREEN, ORANGE, PINK)
 
 
 class RegionsChapter(PeripheralChapter):
@@ -242,7 +250,7 @@ def _pie_and_bars(counts: Tensor) -> Figure:
     present = [index for index, count in enumerate(total) if count]
     pie.pie(
         [total[index] for index in present],
-        colors=[_COLORS[index] for index in present],
+        colors=[REGION_COLOURS[index] for index in present],
         autopct=lambda share: f"{share:.0f} %",
         pctdistance=1.22,
         startangle=90,
@@ -252,7 +260,7 @@ def _pie_and_bars(counts: Tensor) -> Figure:
     pie.set_title("all layers")
     layers, bottom = range(1, len(counts) + 1), torch.zeros(len(counts))
     for index, region in enumerate(REGIONS):
-        bars.bar(layers, counts[:, index], 0.75, bottom=bottom, color=_COLORS[index], label=NAMES[region])
+        bars.bar(layers, counts[:, index], 0.75, bottom=bottom, color=REGION_COLOURS[index], label=NAMES[region])
         bottom = bottom + counts[:, index]
     bars.set_xticks(layers)
     bars.set(xlabel="Layer", ylabel="heads and other layers")

@@ -51,7 +51,7 @@ class MapsChapter(PeripheralChapter):
         findings.measure("phi_p_maps", maps, "[layer][head][row][column], Φp of the query, 0 to 1", 5)
         return Plot(
             f"Position-based attention Φp of one query (framed: {self.query_text}). Columns are layers; in each the heads are sorted by "
-            "their nonlocality Ωp, which is written above a map in patches. Every map has its own colours, from its least to its largest "
+            "their nonlocality Ωp, which is written above a map. Every map has its own colours, from its least to its largest "
             "value.",
             partial(self._map_figure, shown, own_scales=True, notes=notes),
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from pipeline.analysis.measures import run_pass
 from pipeline.analysis.pervit import PerViTChapter, RegionsChapter
 from pipeline.analysis.pervit_extremes import ExtremesChapter
 from pipeline.analysis.pervit_maps import ImagesChapter, MapsChapter
-from pipeline.analysis.writing import ANALYSIS, PAGE, write_analysis
+from pipeline.analysis.several import compared, model_names
+from pipeline.analysis.writing import ANALYSIS, PAGE, prepare_output, write_analysis
 from pipeline.checkpoint.folder import is_path
 from pipeline.cluster.rendezvous import disconnect, init_world
+from pipeline.cluster.world import World
 from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError, counted
 from pipeline.inference.evaluation import evaluation_loader
@@ -94,12 +97,36 @@ class Options:
     seed: int = 0  # of the choice of images
 
 
-def analyze(subject: Subject, options: Options) -> None:
-    """Analyze a model and write the result. Collective.
+def analyze(subjects: Sequence[Subject], options: Options) -> None:
+    """Analyze models and write the result: of several, each in a folder of its own, and a page that compares them. Collective.
 
     Raises:
-        UserError: the images are not there or not the model's, or nothing that was asked for applies.
+        UserError: the images are not there or not a model's, or nothing that was asked for applies.
     """
+    if len(subjects) == 1:
+        _plan(subjects[0], options)(init_world())
+        disconnect()
+        return
+    names = model_names([str(each.origin["checkpoint"]) for each in subjects], [each.config.model.name for each in subjects])
+    folders = [options.output / name for name in names]
+    for folder in folders:
+        prepare_output(folder)
+    passes = [_plan(each, replace(options, output=folder)) for each, folder in zip(subjects, folders)]
+    world = init_world()
+    results = [analyze_one(world) for analyze_one in passes]
+    if world.is_main:
+        found = compared(dict(zip(names, results)))
+        about = {
+            "model": ", ".join(names),
+            "models": {name: str(each.origin["checkpoint"]) for name, each in zip(names, subjects)},
+        }
+        write_analysis(options.output, {**about, "images": results[0]["images"]}, found)
+        console.say(f"{counted(len(found.plots), 'figure')} of {len(names)} models; {options.output / PAGE}")
+    disconnect()
+
+
+def _plan(subject: Subject, options: Options) -> Callable[[World], dict[str, Any]]:
+    """Check what is asked of a model; returns what carries it out, and gives what is in ``analysis.json``, on rank 0."""
     its = subject.config.model
     request = Request(subject.model, its.image_size, options.query)
     with console.stage("looking at the weights"):
@@ -109,14 +136,21 @@ def analyze(subject: Subject, options: Options) -> None:
         raise UserError(f"pipeline.analyze requires a model of this project's families, got {its.name}", "analyze one of them")
     check_query(request)
     check_names(options.only, findings, its.name)
+    split = numbers = None
     if options.data is None:
         restrict(findings, options.only)  # raises before the start of several processes
     else:
         split = choosing.open_images(options.data, options.split, subject.classes, str(subject.origin["checkpoint"]))
         numbers = choosing.example_numbers(split, options.example, options.examples, options.seed)
-    world = init_world()
+    return partial(_carry_out, subject, options, request, findings, split, numbers)
+
+
+def _carry_out(
+    subject: Subject, options: Options, request: Request, findings: Findings, split: Any, numbers: Any, world: World
+) -> dict[str, Any]:
+    its, result = subject.config.model, {}
     images: dict[str, Any] | None = None
-    if options.data is not None and needs_images(findings, options.only):
+    if split is not None and needs_images(findings, options.only):
         subject.model.to(world.device)
         config = subject.config.with_values({"eval.batch_size": options.batch_size})
         with console.stage("reading the examples"):
@@ -144,10 +178,11 @@ def analyze(subject: Subject, options: Options) -> None:
             "examples": [{"key": example.key, "label": example.label} for example in request.examples],
         }
         with console.stage(f"drawing {counted(len(findings.plots), 'figure')}"):
-            write_analysis(options.output, about, findings)
+            result = write_analysis(options.output, about, findings)
         made = counted(len(findings.plots), "figure") + (f", {len(findings.omitted)} omitted" if findings.omitted else "")
         console.say(f"{made}; {options.output / PAGE}, numbers in {options.output / ANALYSIS}")
-    disconnect()
+    subject.model.to("cpu")  # the next model's turn
+    return result
 
 
 def chapters_of(request: Request) -> list[Chapter]:

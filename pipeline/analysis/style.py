@@ -71,9 +71,9 @@ def numbers(count: int) -> list[str]:
     return [str(number) for number in range(1, count + 1)]
 
 
-def legend_beside(axes: Axes, **options: Any) -> None:
-    """The legend, to the right of the axes."""
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), **options)
+def legend_beside(axes: Axes, place: float = 1.0, **options: Any) -> None:
+    """The legend, to the right of the axes. Args: place: above 1 where a second scale is there."""
+    axes.legend(loc="center left", bbox_to_anchor=(place, 0.5), **options)
 
 
 def layer_plot(
@@ -140,6 +140,15 @@ def layer_plots(panels: Mapping[str, Any], ylabel: str, one_scale: bool = False)
         layer_plot(values, ylabel, title, color=color, axes=axes, ylim=(0, None))
         if axes is not grid[-1, 0]:
             axes.set_xlabel("")
+    return figure
+
+
+def patches_beside(figure: Figure, per_unit: float) -> Figure:
+    """The figure, with a second scale on the right of its axes: patches, of which a unit has ``per_unit``."""
+    for axes in list(figure.axes):
+        scale = axes.secondary_yaxis("right", functions=(lambda y: np.multiply(y, per_unit), lambda y: np.divide(y, per_unit)))
+        scale.set_ylabel("patches")
+        scale.spines["right"].set_visible(True)
     return figure
 
 

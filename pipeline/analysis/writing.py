@@ -28,7 +28,9 @@ _HIDDEN = ".analysis.tmp"
 
 def analysis_page(result: dict[str, Any], shown: list[Html]) -> str:
     """The page. Args: result: what is in ``analysis.json``; shown: its figures, in their order."""
-    sections = [Section("What was analyzed", facts(_facts(result).items()), name="analyzed")]
+    models = result.get("models", {})  # of several: name, which is its folder's, to where it is from
+    linked = [(html('<a href="{0}/index.html">{0}</a>', name), source) for name, source in models.items()]
+    sections = [Section("What was analyzed", table((), linked) if models else facts(_facts(result).items()), name="analyzed")]
     sections += [Section(entry["title"], picture, name=entry["name"]) for entry, picture in zip(result["figures"], shown)]
     if result["omitted"]:
         omitted = table((), result["omitted"].items())
@@ -76,8 +78,8 @@ def prepare_output(folder: Path) -> None:
             raise UserError(f"--output {folder}: {place} cannot be written", "change its permissions, or choose another folder")
 
 
-def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> None:
-    """Write an analysis instead of a former one.
+def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> dict[str, Any]:
+    """Write an analysis instead of a former one; returns what is in ``analysis.json``.
 
     Args:
         folder: from :func:`prepare_output`.
@@ -106,6 +108,7 @@ def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> N
         sync_folder(folder)
         for file in former - set(files):
             (folder / file).unlink(missing_ok=True)
+        return result
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 

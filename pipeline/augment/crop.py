@@ -11,7 +11,11 @@ import numpy as np
 
 CROP_ATTEMPTS = 10  # as in torchvision
 MAX_RATIO = 16  # images with a larger ratio of their sides are cropped before they are resized as a whole: bounds memory
-SIMPLE_CROP_PAD = 4  # pixels
+CROP_PAD = 4  # pixels at each border
+PAD_MODES = {
+    "simple": "reflect",
+    "padded": "constant",
+}  # data.train_crop -> how its borders are filled, as NumPy's np.pad calls it
 UNIFORMS_PER_SAMPLE = 2 * CROP_ATTEMPTS + 3  # area and ratio per attempt; top, left, flip
 # Probability of the bilinear filter, by data.train_interpolation. timm's "random" chooses for each crop, and once more for each
 # geometric operation of an image (RandomResizedCropAndInterpolation and AugmentOp of timm 0.4.12, which PosMLP uses).
@@ -28,7 +32,9 @@ class Geometry:
     resize: np.ndarray  # (B, 2) float32: size that the window is resized to
     crop: np.ndarray  # (B, 2) float32: position of the output in the resized window; 0 upper left, 1 lower right
     flip: np.ndarray  # (B,) int32: 1 flips horizontally
-    pad: int = 0  # pixels that the resized window gets on each side before the crop, mirrored at its border
+    pad_mode: str | None = (
+        None  # of PAD_MODES: how CROP_PAD pixels are added to each side of the resized window; None: none are
+    )
 
 
 def train_geometry(
@@ -83,19 +89,21 @@ def random_sides(
     return np.rint(np.sqrt(part * ratio)).astype(np.int64), np.rint(np.sqrt(part / ratio)).astype(np.int64)
 
 
-def simple_geometry(height: np.ndarray, width: np.ndarray, uniforms: np.ndarray, image_size: int, flip: float) -> Geometry:
-    """Simple random crop (Touvron et al., "DeiT III", ECCV 2022, Sec. 3) and flip.
+def padded_geometry(
+    height: np.ndarray, width: np.ndarray, uniforms: np.ndarray, image_size: int, flip: float, pad_mode: str
+) -> Geometry:
+    """Random crop of a padded image, and flip: DeiT III's simple crop (ECCV 2022, Sec. 3; "reflect"), or that of CIFAR ("constant").
 
-    The short side is resized to the output's side, the image mirrored by 4 pixels at its borders, and a square cropped anywhere in
-    it: torchvision's ``Resize`` and ``RandomCrop(padding=4, padding_mode="reflect")``. Of an image with sides in a ratio above
-    ``MAX_RATIO``, the middle is taken. Arguments as of :func:`train_geometry`; the output's side is more than 4.
+    The short side is resized to the output's side, 4 pixels are added at each border, mirrored or zero, and a square cropped anywhere:
+    torchvision's ``Resize`` and ``RandomCrop(padding=4, padding_mode=...)``. Of an image with sides in a ratio above ``MAX_RATIO``,
+    the middle is taken. Arguments as of :func:`train_geometry`; to mirror, the output's side is more than 4.
     """
     start, shape, resize = _whole(height, width, image_size)
     top_draw, left_draw, flip_draw = uniforms[:, 2 * CROP_ATTEMPTS :].T
-    room = resize + 2 * SIMPLE_CROP_PAD - image_size  # (B, 2), at least 2 * SIMPLE_CROP_PAD
+    room = resize + 2 * CROP_PAD - image_size  # (B, 2), at least 2 * CROP_PAD
     corner = (np.stack([top_draw, left_draw], axis=1) * (room + 1)).astype(np.int64)
     flips = (flip_draw < flip).astype(np.int32)
-    return Geometry(start, shape, resize.astype(np.float32), (corner / room).astype(np.float32), flips, SIMPLE_CROP_PAD)
+    return Geometry(start, shape, resize.astype(np.float32), (corner / room).astype(np.float32), flips, pad_mode)
 
 
 def eval_geometry(height: np.ndarray, width: np.ndarray, image_size: int, eval_crop: float) -> Geometry:

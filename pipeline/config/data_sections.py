@@ -47,8 +47,8 @@ class DataConfig(Section):
     """Blocks whose samples are shuffled together (order: block); 64 x 256 samples are about 2 GB of page cache."""
     max_bad_samples: Count = 100
     """Unreadable or damaged images to tolerate: training substitutes a neighbour, evaluation skips them; one more stops the run."""
-    train_crop: Literal["random_resized", "simple"] = "random_resized"
-    """random_resized: a random part of the image (crop_scale, crop_ratio), resized. simple: the short side resized to image_size, 4 pixels mirrored at each border, a random square of it (DeiT III)."""
+    train_crop: Literal["random_resized", "simple", "padded"] = "random_resized"
+    """random_resized: a random part of the image (crop_scale, crop_ratio), resized. simple: the short side resized to image_size, 4 pixels mirrored at each border, a random square of it (DeiT III). padded: the same with 4 black pixels at each border, as is usual on CIFAR; images of image_size are not resampled."""
     size_schedule: list[tuple[Count, Annotated[int, Field(ge=5, le=MAX_SIDE)]]] = []
     """Progressive resolution: pairs of an epoch, 0 for the first, and the side of training images from it on, in pixels, such as [[0, 128], [30, 176], [60, 224]]. Before the first pair and in evaluations the side is model.image_size, which is the largest. For models that take images of any size."""
     crop_scale: tuple[Share, Share] = (0.08, 1.0)
@@ -88,8 +88,8 @@ class DataConfig(Section):
             (low, high), default = getattr(self, name), type(self).model_fields[name].default
             if low > high:
                 yield f"data.{name} must go from low to high, got [{low}, {high}]"
-            if self.train_crop == "simple" and (low, high) != default:
-                yield f"data.{name} must be left at its default {list(default)} with data.train_crop=simple, got {[low, high]}"
+            if self.train_crop != "random_resized" and (low, high) != default:
+                yield f"data.{name} must be left at its default {list(default)} with data.train_crop={self.train_crop}, got {[low, high]}"
         if self.cache and "://" in self.cache:
             yield f"data.cache must be a folder on a disk of the node, got {shown(self.cache)}"
         if self.cache_gib is not None and self.cache is None:

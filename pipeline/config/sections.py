@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
 
 from pipeline.config.data_sections import AugmentConfig, DataConfig
@@ -46,8 +46,15 @@ class EvalConfig(Section):
     """Epochs between evaluations; there is always one at the end, and null means only that one."""
     batch_size: BatchSize = 128
     """Images per forward pass and rank. Does not affect accuracy, and the loss only by rounding."""
-    analyses: bool = False
-    """With each evaluation, also write how far attention heads look, ConViT's gates and the nonlocality of Φp, from the first 256 validation images."""
+    analyses: bool | Steps = False
+    """With each evaluation, also write how far attention heads look, ConViT's gates and the nonlocality of Φp, from so many of the first validation images (ConViT's Fig. 5: 1024); true: 256."""
+
+    @field_validator("analyses", mode="before")
+    @classmethod
+    def _a_switch_or_a_number(cls, value: Any) -> Any:
+        if not isinstance(value, int) or value < 0:
+            raise ValueError("must be true, false or a number of images")
+        return value
 
 
 class CheckpointConfig(Section):

@@ -8,18 +8,19 @@ name, and those of a table's configs with the table's, so that a config is found
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.values import parse_text
+from pipeline.config.values import parse_switches, parse_text
 from pipeline.errors import UserError
 
+_IMAGENET = "imagenet"  # a table's data without a word on it
 ABLATIONS = "ablations/"  # the names of rows as configs begin with it
-FIGURES = {"params_m": "Parameters (M)", "gmacs": "GMACs", "top1": "Top-1 (%)", "top5": "Top-5 (%)"}
+FIGURES = {"params_m": "Parameters (M)", "gmacs": "GMACs", "top1": "Top-1 (%)", "top5": "Top-5 (%)", "speed": "Images/s"}
 _PACKAGE = Path(__file__).parent.parent
-_UNITS = {"params_m": "M parameters", "gmacs": "GMACs", "top1": "% top-1", "top5": "% top-5"}
+_UNITS = {"params_m": "M parameters", "gmacs": "GMACs", "top1": "% top-1", "top5": "% top-5", "speed": "images/s"}
 _TABLE_KEYS = {
     "paper",
     "tables",
@@ -29,12 +30,13 @@ _TABLE_KEYS = {
     "columns",
     "figures",
     "data",
+    "classes",
     "subset",
     "reference",
     "either",
     "rows",
 }
-_ROW_KEYS = {"labels", "config", "name", "base", "change", "about", "remark", "subset", *FIGURES}
+_ROW_KEYS = {"labels", "config", "name", "base", "change", "about", "remark", "data", "classes", "subset", "test", *FIGURES}
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,18 @@ class DataSet:
     images: int
     val_images: int
 
+    @property
+    def numbers(self) -> str:
+        """As pages tell data sets apart."""
+        return f"{self.classes:,} classes, {self.val_images:,} validation images"
+
 
 DATA_SETS = {
     "imagenet": DataSet("ImageNet-1k", 1000, 1_281_167, 50_000),
     "cifar10": DataSet("CIFAR-10", 10, 50_000, 10_000),
     "cifar100": DataSet("CIFAR-100", 100, 50_000, 10_000),
+    "inat19": DataSet("iNaturalist 2019", 1010, 265_213, 3_030),
+    "imagenet_0-99": DataSet("the first 100 classes of ImageNet", 100, 129_500, 5_000),
 }
 
 
@@ -62,7 +71,12 @@ class PaperRow:
     config: str | None  # as ``--config`` takes it, None for another model's row
     figures: dict[str, str]  # key of :data:`FIGURES` -> what the paper prints
     subset: float  # fraction of the training images
+    data: DataSet
     file: Path  # that it stands in
+    classes: str = ""  # of ImageNet, as ``pervit shard --classes`` takes them; empty: all
+    test: dict[str, Any] = field(
+        default_factory=dict
+    )  # switches that its figures are evaluated with, and nothing is trained with
     base: str | None = None  # the shipped config that it begins from; None unless the row itself is the config
     change: tuple[str, ...] = ()  # what it changes there: overrides, ``dotted.key=value``
     about: str = ""  # what it is, in words
@@ -76,19 +90,23 @@ class PaperRow:
     @property
     def part(self) -> str:
         """The folder of the shards of its part of the training images; empty where the row takes all of them."""
+        if self.classes:
+            return f"data/imagenet_{self.classes}"
         return f"data/imagenet_{round(100 * self.subset):02d}" if self.subset < 1 else ""
 
     @property
     def shards_command(self) -> str:
         """The command that makes :attr:`part`."""
-        made = f"--output {self.part} --subset {self.subset:g} --subset-rule first"
+        part = f"--classes {self.classes}" if self.classes else f"--subset {self.subset:g} --subset-rule first"
+        made = f"--output {self.part} {part}"
         return f"pervit shard --source IMAGENET {made}" if self.part else ""
 
     @property
     def derived(self) -> dict[str, Any]:
         """The keys of its config that follow from the row."""
         keys: dict[str, Any] = {"output_dir": f"runs/{Path(self.config or '').name}"}
-        return {**keys, "data": {"path": self.part}} if self.part else keys
+        classes = {"model": {"num_classes": self.data.classes}} if self.classes else {}
+        return {**keys, "data": {"path": self.part}, **classes} if self.part else keys
 
 
 @dataclass(frozen=True)
@@ -101,7 +119,7 @@ class PaperTable:
     note: str
     columns: tuple[str, ...]
     figures: tuple[str, ...]  # keys of :data:`FIGURES`, the columns of numbers
-    data: DataSet
+    data: DataSet  # of most rows
     reference: str | None  # config of the row from which differences are taken; None where rows differ in more than one thing
     either: tuple[str, ...]  # config keys of which a run has to have a value where the row's config has one, whatever it is
     rows: tuple[PaperRow, ...]
@@ -161,7 +179,7 @@ def header(name: str) -> str:
         f"sbatch launch/train.slurm {name}     # in the repository; 1 node x 8 GPUs",
         f"  or: {train_command(name)}",
         *_lines(f"{heading(row)}."),
-        *_lines(f"Row: {label}; on {table.data.title}."),
+        *_lines(f"Row: {label}; on {row.data.title}."),
         *_lines(f"Paper: {', '.join(figures) or 'curves only'}. Not measured by us."),
         *_lines(row.remark),
         *([f"The shards: {row.shards_command}"] if row.part else []),
@@ -217,7 +235,7 @@ def read_tables(file: Path) -> dict[str, PaperTable]:
             note=tree.get("note", ""),
             columns=tuple(tree["columns"]),
             figures=tuple(tree["figures"]),
-            data=DATA_SETS[tree.get("data", "imagenet")],
+            data=DATA_SETS[tree.get("data", _IMAGENET)],
             reference=tree.get("reference"),
             either=tuple(tree.get("either", ())),
             rows=tuple(_row(file, tree, cells) for cells in tree["rows"]),
@@ -256,6 +274,9 @@ def _row(file: Path, tree: dict[str, Any], cells: dict[str, Any]) -> PaperRow:
         config=f"{ABLATIONS}{name}" if name else cells.get("config"),
         figures={key: cells[key] for key in FIGURES if key in cells},
         subset=float(cells.get("subset", tree.get("subset", 1))),
+        data=DATA_SETS[cells.get("data", tree.get("data", _IMAGENET))],
+        classes=cells.get("classes", tree.get("classes", "")),
+        test=parse_switches(cells.get("test", "").split()),
         file=file,
         base=cells.get("base"),
         change=tuple(cells.get("change", "").split()),

@@ -30,7 +30,7 @@ from pipeline.config.values import (
 )
 from pipeline.errors import UserError, counted
 
-BUILT_IN_OPTIMIZERS = ("adamw", "lamb", "muon")  # optim.name; others are module:Class
+BUILT_IN_OPTIMIZERS = ("adamw", "lamb", "muon", "sgd")  # optim.name; others are module:Class
 AUTO = "auto"  # what a start settles, such as train.micro_batch_size: as many images as fit into memory
 _TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with if it is not a run
 
@@ -135,10 +135,10 @@ class TrainConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW (Loshchilov & Hutter, 2019), LAMB, Muon or any other; norms, biases and other 1-D parameters are not decayed."""
+    """AdamW (Loshchilov & Hutter, 2019), LAMB, Muon, SGD or any other; norms, biases and other 1-D parameters are not decayed."""
 
     name: Annotated[Text, Field(max_length=200)] = "adamw"
-    """The optimizer. adamw. lamb: of large batches and DeiT III, with clip_grad_norm 1.0 as timm's and apex's. muon: for the matrices of the blocks, AdamW for all else. `module:Class`: any class of `torch.optim.Optimizer`, such as `torch.optim:NAdam`, or one in a file in the current folder or on PYTHONPATH."""
+    """The optimizer. adamw. lamb: of large batches and DeiT III, with clip_grad_norm 1.0 as timm's and apex's. muon: for the matrices of the blocks, AdamW for all else. sgd: with Nesterov's momentum, as timm's. `module:Class`: any class of `torch.optim.Optimizer`, such as `torch.optim:NAdam`, or one in a file in the current folder or on PYTHONPATH."""
     options: PlainValues = {}
     """With `module:Class`: arguments of its constructor beside lr, such as `{betas: [0.9, 0.99]}`. It keeps its own defaults for the others: betas, momentum and eps below are those of the built-in optimizers. weight_decay works as the class defines it."""
     lr: PositiveRate = 5e-4
@@ -156,7 +156,7 @@ class OptimConfig(Section):
     warmup_lr: Rate = 1e-6
     """Learning rate of the first step."""
     weight_decay: Rate = 0.05
-    """Weight decay, decoupled in the built-in optimizers."""
+    """Weight decay, decoupled in the built-in optimizers; in sgd it is part of the gradient."""
     layer_decay: Share | None = None
     """Layer-wise decay of the learning rate, for fine-tuning: each layer below the classifier learns at this fraction of the one above it, such as 0.75; null: all at the same rate."""
     decay_embeddings: bool = False
@@ -164,7 +164,7 @@ class OptimConfig(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of AdamW's and LAMB's moment estimates."""
     momentum: Fraction = 0.95
-    """Decay rate of Muon's momentum."""
+    """Decay rate of Muon's and SGD's momentum; usual for sgd is 0.9."""
     eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8
     """AdamW's and LAMB's epsilon, added to the denominator."""
     clip_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
@@ -174,6 +174,8 @@ class OptimConfig(Section):
         if self.name in BUILT_IN_OPTIMIZERS:
             if self.options:
                 yield f"optim.options requires optim.name=module:Class, got {self.name}: remove optim.options"
+            if self.name == "sgd" and not self.momentum:
+                yield "optim.momentum must be above 0 with optim.name=sgd, got 0: set it, or optim.name=torch.optim:SGD"
             return
         if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", self.name):
             built_in = ", ".join(f"'{known}'" for known in BUILT_IN_OPTIMIZERS)

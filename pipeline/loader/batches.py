@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from pipeline.augment import Augmentation, BatchRequest, Places, active, crop
-from pipeline.augment.crop import Geometry, eval_geometry, simple_geometry, train_geometry
+from pipeline.augment.crop import Geometry, eval_geometry, padded_geometry, train_geometry
 from pipeline.config import AugmentConfig, Config, DataConfig
 from pipeline.stream.order import Blocks, Placing, block_sample_at, blocks_of_window, count_windows, epoch_length, sample_at
 from pipeline.stream.philox import Stream
@@ -38,9 +38,9 @@ class Batches(ABC):
     substitutes_count: ClassVar[bool] = False  # whether a bad sample's substitute counts as a sample, or only fills the batch
 
     @property
-    def crop_pad(self) -> int:
-        """``Geometry.pad`` of the requests, pixels."""
-        return 0
+    def pad_mode(self) -> str | None:
+        """``Geometry.pad_mode`` of the requests."""
+        return None
 
     @property
     def chosen_filters(self) -> bool:
@@ -96,8 +96,8 @@ class TrainBatches(Batches):
         return active(self.augment, self.data, self.image_size)
 
     @property
-    def crop_pad(self) -> int:
-        return crop.SIMPLE_CROP_PAD if self.data.train_crop == "simple" else 0
+    def pad_mode(self) -> str | None:
+        return crop.PAD_MODES.get(self.data.train_crop)
 
     @property
     def chosen_filters(self) -> bool:
@@ -183,8 +183,8 @@ class TrainBatches(Batches):
         """Crop and flip of images with (B,) rows of the sample table."""
         data, sides = self.data, (samples["height"], samples["width"])
         numbers = places.uniforms(Stream.CROP_AND_FLIP, crop.UNIFORMS_PER_SAMPLE)
-        if data.train_crop == "simple":
-            return simple_geometry(*sides, numbers, self.image_size, data.flip)
+        if self.pad_mode:
+            return padded_geometry(*sides, numbers, self.image_size, data.flip, self.pad_mode)
         return train_geometry(*sides, numbers, self.image_size, data.crop_scale, data.crop_ratio, data.flip)
 
     def _slots(self, i: int) -> tuple[int, np.ndarray]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeline.augment import BatchRequest
-from pipeline.augment.crop import Geometry
+from pipeline.augment.crop import CROP_PAD, Geometry
 
 
 class Normalization:
@@ -158,10 +158,13 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int,
     channels_last = window[None].permute(0, 3, 1, 2)
     resized = F.interpolate(channels_last, size=(height, width), mode="bilinear" if bilinear else "bicubic", antialias=True)
     pixels = resized[0].permute(1, 2, 0).numpy()  # (height, width, 3)
-    room = geometry.resize[i] + 2 * geometry.pad - image_size
-    top, left = (np.rint(geometry.crop[i] * room).astype(int) - geometry.pad).tolist()
+    pad = CROP_PAD if geometry.pad_mode else 0
+    room = geometry.resize[i] + 2 * pad - image_size
+    top, left = (np.rint(geometry.crop[i] * room).astype(int) - pad).tolist()
     if 0 <= top <= height - image_size and 0 <= left <= width - image_size:
         return pixels[top : top + image_size, left : left + image_size]
+    if geometry.pad_mode == "constant":
+        return np.pad(pixels, ((pad, pad), (pad, pad), (0, 0)))[top + pad :, left + pad :][:image_size, :image_size]
     rows, columns = (_mirrored(first + np.arange(image_size), side) for first, side in ((top, height), (left, width)))
     return pixels.take(rows, axis=0).take(columns, axis=1)
 

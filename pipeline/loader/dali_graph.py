@@ -20,7 +20,7 @@ from nvidia.dali import Pipeline, pipeline_def
 from nvidia.dali.data_node import DataNode
 
 from pipeline.augment import BatchRequest, PixelAugmentation
-from pipeline.augment.crop import resize_borders
+from pipeline.augment.crop import CROP_PAD, resize_borders
 from pipeline.loader.batches import Batches
 
 REGIONS, WHOLE = "regions", "whole"  # what the decoder of a full graph is asked for
@@ -68,7 +68,7 @@ def full_graph(
 
     ``source`` is called once per batch, ahead of time, and returns :func:`full_inputs`. ``form`` is REGIONS or WHOLE.
     """
-    size, pad = batches.image_size, batches.crop_pad
+    size, pad = batches.image_size, CROP_PAD
     filters = _FILTER if batches.chosen_filters else ()
     augmentations = [augmentation for augmentation in batches.augmentations if isinstance(augmentation, PixelAugmentation)]
     drawn = [kind for augmentation in augmentations for kind in augmentation.graph_types]
@@ -81,7 +81,10 @@ def full_graph(
         # As in Pillow, columns first, rounded to 8 bits before the rows: in one step, DALI keeps floats beyond 0 and 255.
         images = _resize_axis(images, fn.stack(fn.cast(shape[0], dtype=types.FLOAT), resize[1]), columns, filter_, axis=1)
         images = _resize_axis(images, resize, rows, filter_, axis=0)
-        if pad:
+        if batches.pad_mode == "constant":
+            whole = {"start": [-pad, -pad], "end": fn.cast(resize, dtype=types.INT32) + pad}
+            images = fn.slice(images, **whole, axis_names="HW", out_of_bounds_policy="pad", fill_values=0)
+        elif batches.pad_mode:
             images = _mirror_borders(_mirror_borders(images, pad, axis=0), pad, axis=1)
         images = fn.crop(images, crop=(size, size), crop_pos_y=crop_y, crop_pos_x=crop_x)
         images = fn.flip(images, horizontal=flip)

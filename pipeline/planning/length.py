@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from pipeline.config import AugmentConfig, Config
+from pipeline.config.tables import DATA_SETS
 from pipeline.errors import UserError
 from pipeline.loader.batches import TrainBatches
 from pipeline.loader.loader import CPU, Loader
@@ -19,13 +20,6 @@ from pipeline.stores.place import Place, parse_place
 from pipeline.stream.samples import Mixture
 from pipeline.stream.schedule import make_schedule
 
-# Images of the train and the val split by the number of classes, for a plan without shards.
-_KNOWN_SETS = {
-    10: ("CIFAR-10", 50_000, 10_000),
-    100: ("CIFAR-100", 50_000, 10_000),
-    1000: ("ImageNet-1k", 1_281_167, 50_000),
-    1010: ("iNaturalist 2019", 265_213, 3_030),
-}
 SIGNAL_SECONDS = 300  # of a job's end that the job scripts keep for the last checkpoint (--signal=USR1@300)
 _FLOAT = 4  # bytes
 HEADER_ENTRY = 146  # bytes that a file's header has of each tensor, about
@@ -56,11 +50,10 @@ def count_images(config: Config, data: Place | None) -> Images | None:
         except UserError:
             if data:
                 raise
-    known = _KNOWN_SETS.get(config.model.num_classes)
+    known = next((known for known in DATA_SETS.values() if known.classes == config.model.num_classes), None)
     if known is None:
         return None
-    name, train, val = known
-    return Images(train, val, 1.0, f"{name}, by its {config.model.num_classes} classes; --data SHARDS counts")
+    return Images(known.images, known.val_images, 1.0, f"{known.title}, by its {known.classes} classes; --data SHARDS counts")
 
 
 def _of_shards(config: Config, place: Place) -> Images:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
+from pipeline.config.tables import DATA_SETS, FIGURES, paper_tables
 from pipeline.errors import UserError, counted
+from pipeline.models import model_entry
 from pipeline.page import COLOURS, Figure, Html, Section, figure, html, join, page, table
 from pipeline.reports import comparison
 from pipeline.reports.comparison import Group, SameData, mean_text, results, value_text
 from pipeline.reports.curves import Points, numbers, plot_title, smoothed, spread
+from pipeline.reports.row_runs import Measured
+from pipeline.reports.table_sheet import model_size
 from pipeline.runs.folder import RunFolder, find_runs, read_runs
 
 _DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}  # plotly's name -> that of a border
 _POINTS = 30_000  # of all curves of a figure: a page with a hundred runs stays small
 _MOST = 400  # of one curve
+_ALONG = {key: FIGURES[key] for key in ("params_m", "gmacs", "speed")}  # what accuracies are shown against
+_SYMBOLS = ("diamond-open", "square-open", "triangle-up-open", "circle-open")  # of papers
 
 _STYLE = """<style>
 .chips { display: flex; flex-wrap: wrap; gap: 6px 8px; margin: 10px 0; }
@@ -37,14 +45,15 @@ _STYLE = """<style>
 
 
 def comparison_page(paths: list[Path]) -> str:
-    """The page about the runs in these folders, and in the folders that hold some.
+    """The page about the runs in these folders, and in the folders that hold some; with speeds from files of `throughput --json`.
 
     Raises:
         UserError: none of them can be read.
     """
-    folders, missing = find_runs(paths)
+    folders, missing = find_runs([path for path in paths if path.suffix != ".json"])
     runs, damaged = read_runs(folders)
-    notes = [*missing, *damaged]
+    measured, others = Measured.read([path for path in paths if path.suffix == ".json"])
+    notes = [*missing, *damaged, *others]
     if not runs:
         problem = f"{', '.join(map(str, paths))}: no run that can be read ({' '.join(notes)})"
         raise UserError(problem, "pass the output_dir of runs")
@@ -52,7 +61,7 @@ def comparison_page(paths: list[Path]) -> str:
     groups = comparison.group_runs(runs)
     data = comparison.by_data(groups)
     sections = []
-    for title, make in (("Results", _results), ("Curves", _curves)):
+    for title, make in (("Results", _results), ("Accuracy and size", partial(_sizes, measured=measured)), ("Curves", _curves)):
         sections += [Section(title + f": {same.title}" * (len(data) > 1), make(same)) for same in data]
     script = html("<script>{}</script>", Html(files("pipeline.reports").joinpath("comparison.js").read_text(encoding="utf-8")))
     sections.append(Section("Differences of the configs", join([_differences(groups), script])))
@@ -127,6 +136,54 @@ def _dots(groups: list[Group]) -> Figure:
         "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": [f"{group.number} " for group in reversed(groups)]},
     }  # fmt: skip
     return Figure(traces, layout, 90 + 26 * len(groups), "Top-1 of each run")
+
+
+def _sizes(same: SameData, measured: Measured) -> Html:
+    """Top-1 against parameters, GMACs and images/s, with the papers' figures of the same data: each paper's first figure."""
+    of_data = next((known for known in DATA_SETS.values() if same.title.startswith(known.numbers)), None)
+    tables = [table for table in paper_tables().values() if of_data in (row.data for row in table.rows)] if of_data else []
+    plots = []
+    for number, (key, title) in enumerate(_ALONG.items()):
+        points: dict[str, dict[str, tuple[float, float]]] = {}  # paper -> label -> figure and top-1
+        for its_table in tables:
+            for row in its_table.rows:
+                if row.data == of_data and row.subset == 1 and not row.test and {key, "top1"} <= row.figures.keys():
+                    point = float(row.figures[key]), float(row.figures["top1"])
+                    if point not in points.setdefault(its_table.paper, {}).values():
+                        points[its_table.paper][", ".join(label for label in row.labels if label not in ("", "–", "✓"))] = point
+        traces: list[dict[str, Any]] = [
+            {"type": "scatter", "mode": "markers", "name": paper.partition(" (")[0], "x": [x for x, _ in its.values()], "y": [y for _, y in its.values()],
+             "text": list(map(escape, its)), "hovertemplate": "%{text}: %{x:.4g}, %{y:.2f} %", "marker": {"symbol": _SYMBOLS[n % len(_SYMBOLS)], "size": 8, "color": COLOURS[-1 - n]}}
+            for n, (paper, its) in enumerate(points.items()) if its
+        ]  # fmt: skip
+        for group in same.groups:
+            top1, x = results(group.runs, "top1"), _figure_of(group, key, measured)
+            if top1 and x:
+                traces.append({"type": "scatter", "mode": "markers+text", "name": escape(group.name), "x": [x], "y": [float(np.mean(top1))], "text": [f"{group.number}"],
+                               "textposition": "top center", "hovertemplate": "%{x:.4g}, %{y:.2f} %", "meta": f"g{group.number}", "showlegend": False,
+                               "marker": {"color": _colour(group), "size": 11}})  # fmt: skip
+        layout = {"title": plot_title(f"Top-1 (%) by {title}"), "hovermode": "closest", "showlegend": number == 0,
+                  "xaxis": {"type": "log", "title": {"text": title, "font": {"size": 11}}}}  # fmt: skip
+        if any(trace["mode"] == "markers+text" for trace in traces):
+            plots.append(figure(Figure(traces, layout, 380, f"Top-1 by {title}")))
+    if not plots:
+        return html("<p>No run has been evaluated yet.</p>")
+    told = "Dots: the runs, numbered as in the results; open marks: what the papers print of the same data. Parameters are counted; GMACs of a run are those that its model's paper prints; images/s are from files of <code>pervit throughput --json</code> among the arguments."
+    return html('<p class="quiet">{}</p><div class="plots">{}</div>', Html(told), plots)
+
+
+def _figure_of(group: Group, key: str, measured: Measured) -> float | None:
+    """Millions of parameters, GMACs or images/s of a group's model; None where they are not known."""
+    flat, settings = group.runs[0].flat, group.runs[0].settings.model
+    if key == "speed":
+        return float(found["fp32"]) if (found := measured.speed_of(flat)) else None
+    try:
+        if key == "params_m":
+            return model_size(yaml.safe_dump({name: value for name, value in flat.items() if name.startswith("model.")}), key)
+        entry = model_entry(settings.name)
+        return entry.paper_gmacs if not settings.switches and settings.image_size == entry.image_size else None
+    except (UserError, RuntimeError):  # of a package that is not here
+        return None
 
 
 def _curves(same: SameData) -> Html:

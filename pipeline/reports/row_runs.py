@@ -4,16 +4,20 @@ A run belongs to a row if its recorded config is the row's in every key that dec
 and its data has the paper's numbers of classes, training images (within 1 %) and validation images. The seed, the precision and the
 order in which shards are read may differ. The name of the run's folder does not count.
 
+A row with ``test`` has the figures of an evaluation of such a run (:class:`Measured`).
+
 With ``any_data`` the model's name and switches decide, without the widths; what else differs from the row's recipe is the run's
 :class:`Setting`, and only runs of one setting stand in one column.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pipeline.config import find_recipe, load_config
@@ -54,12 +58,60 @@ class Setting:
         return numbers
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What ``pervit evaluate --json`` and ``pervit throughput --json`` have written: figures that no training gives."""
+
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    speeds: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, files: list[Path]) -> tuple[Measured, list[str]]:
+        """The contents of files, and a sentence for each that holds neither."""
+        found, problems = cls(), []
+        for file in files:
+            try:
+                content = json.loads(file.read_bytes())
+                rows = content if isinstance(content, list) else [content]
+                for row in rows:
+                    if "fp32" not in row and not {"checkpoint", "top1"} <= row.keys():
+                        raise ValueError(row)
+                    (found.speeds if "fp32" in row else found.evaluations).append(row)
+            except (OSError, ValueError, TypeError, AttributeError):
+                problems.append(f"{file} holds no result of `pervit evaluate --json` or `pervit throughput --json`.")
+        return found, problems
+
+    def evaluated(self, run: RunFolder, row: PaperRow) -> dict[str, Any] | None:
+        """The last evaluation of a run with the row's switches of the test, on as many images as the run's own."""
+        switches, here = {**run.settings.model.switches, **row.test}, run.path.resolve()
+        for found in reversed(self.evaluations):
+            place = Path(found["checkpoint"]).resolve()
+            if found.get("switches") == switches and found.get("count") == run.val_images and here in (place, *place.parents):
+                return found
+        return None
+
+    def speed(self, row: PaperRow) -> dict[str, Any] | None:
+        """The last measurement of the row's model, with its switches and image size."""
+        return self.speed_of(recipe_keys(str(row.config)))
+
+    def speed_of(self, keys: dict[str, Any]) -> dict[str, Any] | None:
+        """The last measurement of the model of a flat config."""
+        switches = {
+            key.removeprefix("model.switches."): value for key, value in keys.items() if key.startswith("model.switches.")
+        }
+        wanted = (keys["model.name"], keys["model.image_size"], switches)
+        return next(
+            (r for r in reversed(self.speeds) if (r.get("model"), r.get("image_size"), r.get("switches", {})) == wanted), None
+        )
+
+
 @dataclass
 class Filled:
     """A table with the runs of its rows."""
 
     table: PaperTable
     any_data: bool
+    measured: Measured = field(default_factory=Measured)
     settings: list[Setting] = field(default_factory=list)  # the columns; one at most unless ``any_data``
     runs: dict[tuple[int, int], list[RunFolder]] = field(default_factory=dict)  # (row, setting) -> a run for each seed, by seed
     unused: dict[str, list[str]] = field(default_factory=dict)  # reason -> the runs that are in no row for it
@@ -67,7 +119,7 @@ class Filled:
     def missing(self, setting: int) -> list[PaperRow]:
         """The rows of ours without a run, each config once."""
         rows: dict[str, PaperRow] = {}
-        for number, row in enumerate(self.table.rows):
+        for number, row in sorted(enumerate(self.table.rows), key=lambda numbered: bool(numbered[1].test)):
             if row.config and not self.runs.get((number, setting)):
                 rows.setdefault(row.config, row)
         return list(rows.values())
@@ -79,9 +131,9 @@ class Filled:
             paths.append(str(run.path))
 
 
-def fill(table: PaperTable, runs: list[RunFolder], any_data: bool = False) -> Filled:
+def fill(table: PaperTable, runs: list[RunFolder], any_data: bool = False, measured: Measured | None = None) -> Filled:
     """Sort runs, of any table, into the rows of this one; with ``any_data`` also those of other data, size or recipe."""
-    filled = Filled(table, any_data)
+    filled = Filled(table, any_data, measured or Measured())
     settings: dict[str, Setting] = {}
     placed: dict[str, dict[int, list[RunFolder]]] = defaultdict(lambda: defaultdict(list))  # key of a setting -> row -> runs
     for run in runs:
@@ -124,7 +176,7 @@ def _setting(run: RunFolder, row: PaperRow, table: PaperTable, any_data: bool) -
         return "it is not finished"
     if run.images is None or run.val_images is None:
         return "its log does not tell how many images it was trained and evaluated on"
-    data = table.data
+    data = row.data
     if not any_data:
         if changed:
             return f"its data or recipe is not that of its row ({_named(changed)}); --any-data shows it"

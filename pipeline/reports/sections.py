@@ -30,7 +30,7 @@ _OF_AN_IMAGE = re.compile(r"image|_\d+$")  # name of a figure of single images
 _MEASURES = {
     ("mean_attention_distance", ""): ("Mean attention distance", "patches"),
     ("gate", ""): ("Gate (share of positional attention)", ""),
-    ("nonlocality", "phi_p"): ("Nonlocality of Φp", "patches"),
+    ("nonlocality", "phi_p"): ("Nonlocality of Φp", "coordinates of [-1, 1]"),
 }
 _VERIFIED_BYTES = 4_000_000_000  # of checkpoints that are read for their checksums, the newest first
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from pipeline.errors import counted
 from pipeline.page import Html, Section, html, join, page
 from pipeline.reports.papers import find_table
-from pipeline.reports.row_runs import fill
+from pipeline.reports.row_runs import Measured, fill
 from pipeline.reports.table_sheet import Column, Number, Sheet, make_sheet
 from pipeline.runs.folder import find_runs, read_runs
 
@@ -28,7 +29,7 @@ def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False)
 
     Args:
         name: as in ``configs/tables/``.
-        paths: run folders, and folders that hold some; none for the paper's figures alone.
+        paths: run folders, and folders that hold some; none for the paper's figures alone. Files: see ``Measured``.
         form: ``html``, ``markdown``, ``latex`` or ``csv``.
         any_data: see :mod:`pipeline.reports.row_runs`.
 
@@ -36,9 +37,10 @@ def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False)
         UserError: there is no such table.
     """
     table = find_table(name)
-    folders, missing = find_runs(paths)
+    folders, missing = find_runs([path for path in paths if path.suffix != ".json"])
     runs, damaged = read_runs(folders)
-    sheet = make_sheet(fill(table, runs, any_data), [*missing, *damaged])
+    measured, others = Measured.read([path for path in paths if path.suffix == ".json"])
+    sheet = make_sheet(fill(table, runs, any_data, measured), [*missing, *damaged, *others])
     return {"html": _page, "markdown": _markdown, "latex": _latex, "csv": _comma_separated}[form](sheet)
 
 
@@ -48,7 +50,9 @@ def _page(sheet: Sheet) -> str:
     if sheet.missing:
         how = '<h3>{}</h3><pre class="command"><code>{}</code></pre>'
         commands = [html(how, row.labels, "\n".join(filter(None, [row.shards, row.command]))) for row in sheet.missing]
-        sections.append(Section(f"{len(sheet.missing)} rows without a run, and the commands that make one", join(commands)))
+        sections.append(
+            Section(f"{counted(len(sheet.missing), 'row')} without a result, and the commands that make one", join(commands))
+        )
     if sheet.unused or sheet.problems:
         parts = [html("<ul>{}</ul>", [html("<li>{}</li>", problem) for problem in sheet.problems])] if sheet.problems else []
         for reason, paths in sheet.unused.items():

@@ -116,7 +116,11 @@ def make_sheet(filled: Filled, problems: list[str]) -> Sheet:
     if filled.any_data:
         notes += _notes(filled, groups[1:])
         footnotes += _details(filled, groups[1:])
-    missing = [_missing(filled, row) for row in filled.missing(0)]
+    missing = [*(_missing(filled, row) for row in filled.missing(0)), *_unmeasured(filled)]
+    devices = {
+        f"{speed['device']} with batches of {speed['batch_size']}" for row in table.rows if (speed := _speed(filled, row))
+    }
+    footnotes += [f"Images/s of ours are in fp32, of {' and '.join(sorted(devices))}."] * bool(devices)
     return Sheet(table, notes, columns, rows, footnotes, missing, filled.unused, problems)
 
 
@@ -161,23 +165,32 @@ def _details(filled: Filled, names: list[str]) -> list[str]:
 def _ours(name: str, filled: Filled, number: int, setting: int) -> str | Number | None:
     """A cell of ours: of a row, by its number, in a setting."""
     row, runs = filled.table.rows[number], filled.runs.get((number, setting), [])
+    if row.test:
+        runs = [run for run in runs if filled.measured.evaluated(run, row)]
+    if name == "speed":
+        return Number(speed["fp32"], digits=1) if (speed := _speed(filled, row)) else None
     if name == "seeds":
         return str(len(runs)) if runs else None
     if name == "top1_difference":
         return _our_difference(filled, runs, setting)
     if name in ("top1", "top5"):
-        found = mean_and_spread(results(runs, name))
+        tests = [test[name] for run in runs if row.test and (test := filled.measured.evaluated(run, row))]
+        found = mean_and_spread(tests if row.test else results(runs, name))
         return None if found is None else Number(*found)
     if row.config is None or filled.any_data and not runs:
         return None
     keys = runs[0].flat if runs else recipe_keys(row.config)
     model = {key: value for key, value in keys.items() if key.startswith("model.")}
-    value = _size(yaml.safe_dump(model), name)
+    value = model_size(yaml.safe_dump(model), name)
     return Number(value, digits=2 if value >= 1 else 3)
 
 
+def _speed(filled: Filled, row: PaperRow) -> dict[str, Any] | None:
+    return filled.measured.speed(row) if row.config and "speed" in filled.table.figures else None
+
+
 @cache
-def _size(keys: str, figure: str) -> float:
+def model_size(keys: str, figure: str) -> float:
     """Millions of parameters, or GMACs in the papers' convention, of the ``model.`` keys of a config."""
     keys_of = yaml.safe_load(keys)
     switches = {key.rpartition(".")[2]: value for key, value in keys_of.items() if key.startswith("model.switches.")}
@@ -217,6 +230,25 @@ def _missing(filled: Filled, row: PaperRow) -> Missing:
         return Missing(labels + "; WIDTHS: for equal cost at this size" * ("WIDTHS" in command), command)
     seeded = f"seed=0 output_dir=runs/{_stem(row)}_0"
     return Missing(labels, train_command(str(row.config), seeded), row.shards_command)
+
+
+def _unmeasured(filled: Filled) -> list[Missing]:
+    """What evaluates the runs that a row's test has not seen yet, and measures the models without a speed."""
+    found = []
+    for number, row in enumerate(filled.table.rows):
+        for run in filled.runs.get((number, 0), []) if row.test else ():
+            if not filled.measured.evaluated(run, row):
+                (switch, value), *_ = row.test.items()
+                file = f"{run.path}/{switch}_{str(value).lower()}.json"
+                command = f"pervit evaluate --checkpoint {run.path} --data {run.settings.data.path} --switch {switch}={str(value).lower()} --json {file}"
+                found.append(Missing(", ".join(row.labels), command))
+    rows = [row for row in filled.table.rows if row.config and "speed" in filled.table.figures and not _speed(filled, row)]
+    if rows:
+        names = [str(row.config) if row.base else recipe_keys(str(row.config))["model.name"] for row in rows]
+        found.append(
+            Missing("Images/s, on a GPU", f"pervit throughput {' '.join(dict.fromkeys(names))} --json throughput.json")
+        )
+    return found
 
 
 def _command_like(filled: Filled, row: PaperRow) -> str:

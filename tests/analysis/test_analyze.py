@@ -74,7 +74,7 @@ def numbers(folder: Path) -> dict:
 
 def arguments_of(*words: object, output: Path) -> argparse.Namespace:
     """The command's arguments, parsed by the command."""
-    options: dict = {"output": output, "checkpoint": str(words[0]), "step": None}
+    options: dict = {"output": output, "checkpoints": str(words[0]).split(), "step": None}
     given = {**{name: value for name, value in vars(Options(output=output)).items()}, **options}
     for name, value in zip(words[1::2], words[2::2]):
         given[str(name)] = value
@@ -105,7 +105,7 @@ def test_the_numbers_are_those_of_the_images_one_by_one(analysis: Path, weights:
         expected = torch.stack(values).mean(0)
         torch.testing.assert_close(torch.tensor(found[name]).double().view_as(expected), expected, rtol=1e-5, atol=1e-6)
     expected = torch.stack(omega).mean(0)
-    torch.testing.assert_close(torch.tensor(found["nonlocality"]["attention"]).double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.tensor(found["nonlocality_in_patches"]["attention"]).double(), expected, rtol=1e-5, atol=0)
 
 
 def test_processes_do_not_change_a_number(analysis: Path, weights: Path, digits_shards: Path, tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.analysis.attention import AttentionDistance
 from pipeline.analysis.chapter import Example, Findings, Request
 from pipeline.analysis.convit import ConViTChapter, gates, initial_positions, positions
-from pipeline.analysis.measures import look
+from pipeline.analysis.measures import (
+    AttentionDistance,
+    look,
+)
 from pipeline.analysis.session import chapters_of
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.common.probe import recorded

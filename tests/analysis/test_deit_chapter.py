@@ -61,18 +61,20 @@ def test_measures_are_those_of_exponentiated_scores(model: DeiT) -> None:
     torch.manual_seed(1)
     images = torch.randn(3, 3, 16 * SIDE, 16 * SIDE, dtype=torch.float64)
     valid = torch.tensor([True, True, False])
-    average, measures = DeiTChapter(Request(model, 16 * SIDE, query=(1, 2))).collectors
+    average, measures, *of_irpe = DeiTChapter(Request(model, 16 * SIDE, query=(1, 2))).collectors
+    assert len(of_irpe) == model.relative_position
 
     def observe(name: str, value: Tensor) -> None:
-        for each in (measures, average):
+        for each in (measures, average, *of_irpe):
             if name in each.probes:
                 each.see(name, value)
                 each.layer += name == each.probes[-1]
 
-    measures.begin(valid), average.begin(valid)
+    for each in (measures, average, *of_irpe):
+        each.begin(valid)
+        each.count = 2
     with observed(observe, "phi_p", "attention"), torch.no_grad():
         model(images)
-    measures.count = average.count = 2
 
     for layer in (0, 11):
         content, bias = scores(model, images)[layer]
@@ -96,6 +98,8 @@ def test_measures_are_those_of_exponentiated_scores(model: DeiT) -> None:
             assert measures.mean("omega_a")[layer, head] == pytest.approx(omega, rel=1e-6)
             torch.testing.assert_close(average.mean("maps")[layer, head].flatten(), row, rtol=1e-6, atol=1e-12)
             if model.relative_position:
+                phi_p = bias[:2, head, 5 + 1, 1:].exp().mean(0)  # Fig. S5
+                torch.testing.assert_close(of_irpe[0].mean("maps")[layer, head].flatten(), phi_p, rtol=1e-6, atol=1e-12)
                 assert measures.mean("psi_p")[layer, head] == pytest.approx(psi_p, rel=1e-6)
                 assert measures.mean("psi_c")[layer, head] == pytest.approx(psi_c, rel=1e-6)
 
@@ -105,4 +109,12 @@ def test_the_captions_name_what_was_measured(model: DeiT) -> None:
     findings = findings_of(DeiTChapter, model, 16 * SIDE, torch.randn(2, 3, 16 * SIDE, 16 * SIDE, dtype=torch.float64))
     captions = {plot.name: plot.caption for plot in findings.plots}
     assert ("times exp(R)" in captions["nonlocality"]) == model.relative_position == ("impact" in captions)
+    assert ("phi_p" in captions) == model.relative_position != ("phi_p" in findings.omitted)
     assert set(findings.measures.get("impact", ())) == ({"phi_p", "phi_c"} if model.relative_position else set())
+
+
+def test_cpvt_says_why_it_has_no_map() -> None:
+    """Guards against a figure of PerViT's (Fig. S5) that is neither drawn nor explained."""
+    model = create_model("deit_t", 5, image_size=48, switches={"conditional_position": 5}).eval()
+    findings = findings_of(DeiTChapter, model, 48, torch.randn(1, 3, 48, 48))
+    assert "convolutions of the tokens (CPVT)" in findings.omitted["phi_p"]

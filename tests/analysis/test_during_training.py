@@ -17,7 +17,8 @@ from torch import Tensor
 from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
 from pipeline.checkpoint.folder import step_folder
 from pipeline.cluster.world import World
-from pipeline.config import load_config
+from pipeline.config import config_from_dict, load_config
+from pipeline.errors import UserError
 from pipeline.inference.evaluation import evaluation_loader
 from pipeline.inference.trained import read_trained
 from pipeline.models import create_model
@@ -129,6 +130,20 @@ def test_other_models_have_one_sentence_and_no_row(small_run: Path, tmp_path: Pa
     with torch.device("meta"):
         followed = [nothing_to_follow(create_model(name, 10, 64)) is None for name in ("deit_t", "pervit_t", "gmlp_s")]
     assert followed == [True, True, False]
+
+
+@pytest.mark.parametrize(("asked", "seen"), [(True, 256), (1, 1), (300, 300), (10_000, 359)])
+def test_a_number_of_images_is_taken(asked: int | bool, seen: int, small_run: Path, world: World) -> None:
+    """Guards against 256 images where ConViT's Fig. 5 has 1,024, and against padding that counts."""
+    config = load_config(small_run).with_values({"eval.analyses": asked})
+    loader = evaluation_loader(ShardSet(config.data.path, "val"), config, world)
+    first = FirstImages(lambda images: None, 32, world, config.eval.analyses)
+    for _ in range(len(loader.batches)):
+        first(next(loader))
+    loader.close()
+    assert int(first._count) == seen
+    with pytest.raises(UserError, match="eval.analyses must be true, false or a number of images, got 'many'"):
+        config_from_dict({"eval": {"analyses": "many"}}, "a test")
 
 
 def test_what_is_not_finite_is_null(small_run: Path, world: World) -> None:

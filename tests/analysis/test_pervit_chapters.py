@@ -65,6 +65,10 @@ def test_figures_and_measures_of_the_published_model() -> None:
         group, part = name.split(".")
         assert torch.tensor(measures[group][part]).shape == (12, 4)
         assert findings.units[name].startswith("[layer][head]")
+        if group == "nonlocality":  # of 4 x 4 tokens: a side of 3 patches is 2 units
+            in_patches = torch.tensor(measures["nonlocality_in_patches"][part])
+            torch.testing.assert_close(in_patches, 1.5 * torch.tensor(measures[group][part]))
+    assert measures["patches_per_unit"] == 1.5 and "1 is 1.5 patches" in str(findings.plots)
     assert {each for layer in measures["regions"] for each in layer} <= set("cpmf") and len(measures["regions"][0]) == 4
     assert sum(measures["region_counts"]["model"]) == 12 * (4 + 3)
     assert measures["components"]["table_1"] == "a" and measures["query"] == [0, 3]

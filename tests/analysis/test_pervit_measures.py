@@ -10,8 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.analysis.attention import PhiMeasures
-from pipeline.analysis.measures import REGIONS, impact, nonlocality, query_key_distances, region_radii, region_scores
+from pipeline.analysis.measures import (
+    REGIONS,
+    PhiMeasures,
+    impact,
+    nonlocality,
+    query_key_distances,
+    region_radii,
+    region_scores,
+    unit_distances,
+)
 from pipeline.analysis.pervit import count_regions
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.common.probe import observed, recorded
@@ -134,7 +142,9 @@ def test_means_over_images_are_means_of_the_measure(kind: str) -> None:
                     mean["omega_a"] += slow_nonlocality(mixed, 4) / 3
                     mean["psi_p"] += slow_impact(position, mixed) / 3
                     mean["psi_c"] += slow_impact(image, mixed) / 3
+                unit = {"omega_c": 1.5, "omega_a": 1.5}  # patches in a unit of [-1, 1] on 4 x 4
                 for name, value in mean.items():
+                    value /= unit.get(name, 1)
                     assert found[name][layer, head].item() == pytest.approx(value, rel=1e-6), (name, layer, head)
 
 
@@ -178,7 +188,7 @@ def test_the_authors_nonlocality_of_phi_p(rule: str) -> None:
     with torch.no_grad():
         for log_phi in model.log_phi((14, 14)):
             theirs = (offsets * log_phi.exp()).mean(dim=(-1, -2))
-            ours = nonlocality(log_phi.exp(), query_key_distances(14, 14)) * 2 / 13
+            ours = nonlocality(log_phi.exp(), unit_distances(14, 14))
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=0)
 
 
@@ -186,8 +196,8 @@ def test_the_authors_nonlocality_at_initialization() -> None:
     """Guards against the same with what the authors' own code computed."""
     model = create_model("pervit_t").double().eval()
     with torch.no_grad():
-        ours = torch.stack([nonlocality(each.exp(), query_key_distances(14, 14)) for each in model.log_phi((14, 14))])
-    np.testing.assert_allclose((ours * 2 / 13).mean(1), GOLDEN.meta["init_nonlocality_f64"], rtol=1e-5)
+        ours = torch.stack([nonlocality(each.exp(), unit_distances(14, 14)) for each in model.log_phi((14, 14))])
+    np.testing.assert_allclose(ours.mean(1), GOLDEN.meta["init_nonlocality_f64"], rtol=1e-5)
 
 
 def test_regions_count_the_other_layers_as_central() -> None:
@@ -202,7 +212,8 @@ def test_golden_weights_on_the_golden_images(rule: str) -> None:
     model = load_reference_state_dict(create_model("pervit_t").double(), GOLDEN.weights(rule)).eval()
     found = collected(model, make_input(224).double(), batch=2)
     for name, expected in FIXED[rule].items():
-        np.testing.assert_allclose(found[name][[0, 5, 11]], expected, rtol=1e-6, err_msg=name)
+        unit = 6.5 if name.startswith("omega") else 1  # recorded in patches
+        np.testing.assert_allclose(unit * found[name][[0, 5, 11]], expected, rtol=1e-6, err_msg=name)
 
 
 FIXED: dict[str, dict[str, list[list[float]]]] = {

@@ -12,8 +12,8 @@ from pipeline.errors import UserError
     ("keys", "sentence"),
     [
         (
-            {"name": "sgd"},
-            " or a class as 'module:Class', got 'sgd'.",
+            {"name": "sdg"},
+            " or a class as 'module:Class', got 'sdg'.",
         ),
         ({"layer_decay": 0}, "optim.layer_decay must be positive, got 0."),
         ({"layer_decay": 1.5}, "optim.layer_decay must be at most 1, got 1.5."),
@@ -27,6 +27,7 @@ from pipeline.errors import UserError
         ),
         ({"name": "a.b:C", "options": {"lr": 1}}, "optim.options must not have lr, which the run sets: set optim.lr instead"),
         ({"momentum": 1.0}, "optim.momentum must be less than 1, got 1."),
+        ({"name": "sgd", "momentum": 0}, "optim.momentum must be above 0 with optim.name=sgd, got 0: set it"),
     ],
 )
 def test_an_optimizer_that_there_is_not_is_one_sentence(keys: dict, sentence: str) -> None:

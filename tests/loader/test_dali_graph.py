@@ -47,7 +47,7 @@ def test_the_graph_is_within_two_levels_of_the_cpu(mode: str, size: int, eval_cr
 
 
 @pytest.mark.parametrize("images", ["digits_shards", "imagenet_shards"])
-@pytest.mark.parametrize("crop", ["random_resized", "simple"])
+@pytest.mark.parametrize("crop", ["random_resized", "simple", "padded"])
 def test_regions_and_whole_images_give_the_same_pixels(images: str, crop: str, request: pytest.FixtureRequest) -> None:
     """Guards against a GPU that trains on other pixels because it must decode whole images."""
     shards = ShardSet(request.getfixturevalue(images), "train")

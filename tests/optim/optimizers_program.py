@@ -32,6 +32,7 @@ OPTIMIZERS = {  # name -> config
     "adamw": {"layer_decay": 0.6, "clip_grad_norm": 1.0},
     "lamb": {"name": "lamb", "clip_grad_norm": 1.0},
     "muon": {"name": "muon", "layer_decay": 0.6},
+    "sgd": {"name": "sgd", "momentum": 0.9, "layer_decay": 0.6},
     "nadam": {"name": "torch.optim:NAdam", "layer_decay": 0.6},
 }
 STAGES = {  # by number of processes, those of two first, and of those the one that the others resume

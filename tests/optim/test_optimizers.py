@@ -148,6 +148,24 @@ def test_muon_is_pytorchs(record_property) -> None:
     assert found < 1e-5
 
 
+def test_sgd_is_its_definition(record_property) -> None:
+    """Guards against another SGD than timm's ``sgd``: Nesterov's momentum without dampening, weight decay in the gradient, per group."""
+    ours, theirs = small_model(), small_model()
+    matrices, others, _ = names_of(theirs)
+    decays = {name: 1e-2 * (name in {*matrices, *others}) for name, _ in theirs.named_parameters()}
+    found = stepped([build_optimizer(ours, OptimConfig(name="sgd", momentum=0.9, weight_decay=1e-2))], ours)
+    generator, velocity = torch.Generator().manual_seed(1), {name: 0.0 for name in decays}
+    expected = {name: parameter.detach().double() for name, parameter in theirs.named_parameters()}
+    for step in range(STEPS):
+        for name, parameter in theirs.named_parameters():
+            gradient = torch.randn(parameter.shape, generator=generator).double() + decays[name] * expected[name]
+            velocity[name] = 0.9 * velocity[name] + gradient
+            expected[name] = expected[name] - LR * (1 - step / STEPS) * (gradient + 0.9 * velocity[name])
+    distance = furthest([each.double() for each in found], list(expected.values()))
+    record_property("largest distance", distance)
+    assert distance < 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "timms"), [("deit_t", "deit_tiny_patch16_224"), ("convit_ti", "convit_tiny"), ("gmlp_s", "gmlp_s16_224")]
 )

@@ -17,7 +17,7 @@ from PIL import Image, ImageFilter
 
 from pipeline.augment import BatchRequest
 from pipeline.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
-from pipeline.augment.crop import simple_geometry
+from pipeline.augment.crop import padded_geometry
 from pipeline.augment.randaugment import Op
 from pipeline.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment
 from pipeline.loader.cpu_transform import Finisher, resize_and_crop
@@ -51,7 +51,7 @@ def test_three_augment_is_torchvisions(pictures: list[Image.Image]) -> None:
     """Every image with each of the three and a jitter: equal to the last level to torchvision's operations in the same order."""
     count = 6 * len(pictures)
     chosen, finisher = drawn(count), Finisher(count, SIZE, MEAN, STD, 1)
-    geometry = simple_geometry(*np.full((2, count), SIZE), np.full((count, CROP_UNIFORMS), 0.9), SIZE, 0.5)
+    geometry = padded_geometry(*np.full((2, count), SIZE), np.full((count, CROP_UNIFORMS), 0.9), SIZE, 0.5, "reflect")
     request = BatchRequest(*[np.arange(count)] * 5, geometry, draws={ThreeAugment(True, 0.3): chosen})
     gray = transforms.Grayscale(3)
     for i in range(count):
@@ -75,7 +75,9 @@ def test_the_simple_crop_is_torchvisions(imagenet_samples: Path) -> None:
     files = sorted(imagenet_samples.glob("*/*.JPEG"))[::50]
     rng, crop = np.random.default_rng(0), transforms.RandomCrop(192, padding=4, padding_mode="reflect")
     for picture in (Image.open(file).convert("RGB") for file in files):
-        geometry = simple_geometry(*(np.full(3, side) for side in picture.size[::-1]), rng.random((3, CROP_UNIFORMS)), 192, 0.5)
+        geometry = padded_geometry(
+            *(np.full(3, side) for side in picture.size[::-1]), rng.random((3, CROP_UNIFORMS)), 192, 0.5, "reflect"
+        )
         resized = TF.resize(picture, 192, transforms.InterpolationMode.BICUBIC)
         assert geometry.resize[0].tolist() == list(resized.size[::-1])
         padded = TF.pad(resized, 4, padding_mode="reflect")

@@ -112,6 +112,29 @@ def test_the_page_in_a_browser(runs: Path, tmp_path: Path) -> None:
     assert document.count("js-plotly-plot") >= 4
 
 
+def test_accuracy_stands_beside_what_the_papers_print(tmp_path: Path) -> None:
+    """Guards against a run at another model's size or speed, and figures of other data or of a part of it among ImageNet's."""
+    imagenet = {"images": 1_281_167, "count": 50_000}
+    write_run(tmp_path / "runs" / "a", "deit_s", top1=79.5, **imagenet)
+    write_run(tmp_path / "runs" / "b", "ablations/pervit_table1_b_no_phi_p", top1=77.0, **imagenet)
+    speed = {"model": "deit_s", "switches": {}, "image_size": 224, "batch_size": 1, "device": "a GPU", "fp32": 500.0}
+    (tmp_path / "speeds.json").write_text(json.dumps([speed]))
+    page = comparison_page([tmp_path / "runs", tmp_path / "speeds.json"])
+    drawn = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
+    by_title = {each["layout"]["title"]["text"]: each["data"] for each in drawn}
+    points = {}
+    for title in ("Parameters (M)", "GMACs", "Images/s"):
+        traces = by_title[f"Top-1 (%) by {title}"]
+        points[title] = {trace["name"]: list(zip(trace["x"], trace["y"])) for trace in traces if trace["mode"] == "markers"}
+        ours = [(trace["x"][0], trace["y"][0]) for trace in traces if trace["mode"] != "markers"]
+        expected = {"Parameters (M)": [(22.05, 79.5), (7.6, 77.0)], "GMACs": [(4.3, 79.5)], "Images/s": [(500.0, 79.5)]}[title]
+        np.testing.assert_allclose(ours, expected, rtol=0.01)
+    assert (21, 82.1) in points["Parameters (M)"]["PerViT"] and (18.6, 83.6) in points["GMACs"]["PosMLP"]
+    assert (382, 82.2) in points["Images/s"]["ConViT"] and (298.9, 82.2) in points["Images/s"]["LSAT"]
+    every = [point for its in points["Parameters (M)"].values() for point in its]
+    assert (10.2, 97.0) not in every and (19.4, 72.18) not in every  # CIFAR-10, and half of ImageNet
+
+
 def test_of_several_runs_there_are_no_pictures(runs: Path) -> None:
     """Guards against options that are silently without effect."""
     result = run_forked("pipeline.report", runs, "--data", runs, check=False)

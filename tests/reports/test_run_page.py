@@ -209,4 +209,4 @@ def test_figures_of_an_analysis_and_measures_over_training(tmp_path: Path) -> No
     lines = {each["layout"]["title"]["text"]: {trace["name"]: trace["y"] for trace in each["data"]} for each in shown}
     assert lines["Mean attention distance (patches)"] == {"layer 1": [4.5, 5, 5.5], "layer 2": [7, 7, 7]}
     assert lines["Gate (share of positional attention)"] == {"layer 1": [0.8, 0.8, 0.8]}
-    assert lines["Nonlocality of Φp (patches)"] == {"layer 1": [0.5, 0.5, 0.5]}
+    assert lines["Nonlocality of Φp (coordinates of [-1, 1])"] == {"layer 1": [0.5, 0.5, 0.5]}

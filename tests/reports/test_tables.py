@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -72,6 +73,64 @@ def test_runs_of_other_data_stand_in_columns_by_themselves(tmp_path: Path) -> No
     )
     command = next(line for line in text.splitlines() if "pervit_table5_euc_ml" in line and line.startswith("pervit "))
     assert "model.image_size=64" in command and "train.epochs=3.0" in command and "widths=[32, 48, 56, 72]" in command
+
+
+def test_a_test_time_row_has_the_evaluation_with_its_switch(tmp_path: Path) -> None:
+    """Guards against the training's own accuracy in a masked row, and an evaluation of another run, mask or set (ConViT, Table 6)."""
+    write_run(tmp_path / "runs" / "a", "convit_ti", top1=73.0, **IMAGENET)
+    evaluation = {
+        "checkpoint": str(tmp_path / "runs" / "a"),
+        "switches": {"mask_content_layers": 3},
+        "count": 50_000,
+        "top1": 62.5,
+    }
+    others = [
+        {**evaluation, "switches": {"mask_position_layers": 5}, "checkpoint": str(tmp_path / "runs" / "b"), "top1": 1.0},
+        {**evaluation, "switches": {"mask_content_layers": 10}, "count": 10_000, "top1": 2.0},
+    ]
+    files = {"one.json": evaluation, "two.json": others, "three.json": {"else": 1}}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    text = paper_table("convit_table6", [tmp_path / "runs", *(tmp_path / name for name in files)], "csv")
+    rows = {(row["layers_masked"], row["mask"]): row["ours_top1"] for row in csv.DictReader(io.StringIO(text))}
+    assert rows[("3", "content")] == "62.5000" and rows[("–", "none")] == "73.0000"
+    assert [value for value in rows.values() if value] == ["62.5000", "73.0000"]
+    text = paper_table("convit_table6", [tmp_path / "runs", tmp_path / "three.json"], "markdown")
+    command = (
+        f"pervit evaluate --checkpoint {tmp_path / 'runs' / 'a'} --data data/imagenet --switch mask_position_layers=5 --json"
+    )
+    assert command in text and "three.json holds no result of" in text
+
+
+def test_speeds_come_from_throughput(tmp_path: Path) -> None:
+    """Guards against a speed of another size or of other heads than the row's (ConViT, Table 1; LSAT, Table 3)."""
+    about = {"image_size": 32, "batch_size": 128, "device": "Quadro GP100"}
+    rows = [
+        {**about, "model": "lsat_t_32", "switches": {"heads": 3}, "fp32": 1700.0},
+        {**about, "model": "lsat_s_32", "switches": {}, "fp32": 9.0},  # the published code's keys, not the table's
+        {**about, "model": "lsat_t_32", "switches": {"heads": 3}, "image_size": 64, "fp32": 8.0},
+    ]
+    (tmp_path / "speeds.json").write_text(json.dumps(rows))
+    text = paper_table("lsat_table3", [tmp_path / "speeds.json"], "csv")
+    ours = {row["model"]: row["ours_speed"] for row in csv.DictReader(io.StringIO(text))}
+    assert {model: speed for model, speed in ours.items() if speed} == {"LSAT-T": "1700.0000"}
+    text = paper_table("lsat_table3", [tmp_path / "speeds.json"], "markdown")
+    assert "of Quadro GP100 with batches of 128" in text
+    assert "pervit throughput ablations/lsat_table3_s_32_cifar100 ablations/lsat_table3_b_32_cifar100 --json" in text
+
+
+def test_rows_of_a_table_may_be_of_several_data_sets(tmp_path: Path) -> None:
+    """Guards against CIFAR-10's run in CIFAR-100's row (PerViT, Table S4), and a hundred classes among a thousand (ConViT, Fig. 8)."""
+    write_run(tmp_path / "a", "pervit_m_cifar10", top1=99.0, images=50_000, count=10_000)
+    write_run(tmp_path / "b", "pervit_m_cifar100_sgd", top1=91.0, images=50_000, count=10_000)
+    write_run(tmp_path / "c", "ablations/convit_figure8_9_strength_2", top1=80.0, images=129_395, count=5_000)
+    found = filled("pervit_tableS4", tmp_path)
+    assert {found.table.rows[number].labels: runs[0].name for (number, _), runs in found.runs.items()} == {
+        ("PerViT-M", "CIFAR-10"): "a",
+        ("PerViT-M, SGD", "CIFAR-100"): "b",
+    }
+    found = filled("convit_figure8", tmp_path)
+    assert {found.table.rows[number].labels: runs[0].name for (number, _), runs in found.runs.items()} == {("9", "2"): "c"}
 
 
 def test_a_later_run_of_a_seed_replaces_the_earlier(tmp_path: Path) -> None:

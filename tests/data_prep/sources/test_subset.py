@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from data_prep.sources import ImageFolder, open_sources, take_subset
+from data_prep.sources import ImageFolder, open_sources, take_classes, take_subset
+from pipeline.errors import UserError
 from pipeline.shards.manifest import ShardManifest
 from support.launching import run_script
 
@@ -67,3 +69,36 @@ def test_the_rule_of_a_subset_arrives_and_stays_visible(tmp_path: Path) -> None:
     ):
         result = run_script(SHARDER, *options, check=False)
         assert result.returncode == 2 and expected in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+
+@pytest.mark.parametrize(("asked", "kept"), [("0-2", "abc"), ("1,3", "bd"), ("3,0-1", "abd"), ("names", "bd")])
+def test_classes_are_kept_as_in_a_folder_without_the_others(asked: str, kept: str, tmp_path: Path) -> None:
+    """Guards against labels that are not those of a set of these classes alone, in train and val alike (ConViT's first 100 classes)."""
+    for split in ("train", "val"):
+        for letter in "abcd":
+            for name in {"all", "few"} if letter in kept else {"all"}:
+                (tmp_path / name / split / letter).mkdir(parents=True)
+                Image.new("RGB", (8, 8), (ord(letter), 0, 9)).save(tmp_path / name / split / letter / f"{split}.png")
+    (tmp_path / "names").write_text("d\nb\n")
+    chosen = str(tmp_path / "names") if asked == "names" else asked
+    for split, source in open_sources(tmp_path / "all").items():
+        ours, alone = take_classes(source, chosen), open_sources(tmp_path / "few")[split]
+        assert ours.class_names == alone.class_names == list(kept)
+        assert ours.labels.tolist() == alone.labels.tolist() and ours.fingerprint() == alone.fingerprint()
+        assert [ours.read(i).data for i in range(len(ours))] == [alone.read(i).data for i in range(len(alone))]
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ("0-4", "--classes must be of 0 to 1, the classes of"),
+        ("1-0", "must be of 0 to 1"),
+        ("c", "must be numbers such as 0-99, or"),
+    ],
+)
+def test_classes_that_there_are_not_are_one_sentence(asked: str, sentence: str, tmp_path: Path) -> None:
+    for letter in "ab":
+        (tmp_path / letter).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / letter / "0.png")
+    with pytest.raises(UserError, match=sentence):
+        take_classes(ImageFolder(tmp_path, "train"), asked)

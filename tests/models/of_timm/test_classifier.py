@@ -281,4 +281,4 @@ def test_an_analysis_is_refused_in_one_sentence(tmp_path: Path) -> None:
     from pipeline.analysis.session import Options, analyze, read_subject
 
     with pytest.raises(UserError, match="requires a model of this project's families, got timm:resnet18"):
-        analyze(read_subject(CONVNET), Options(output=tmp_path))
+        analyze([read_subject(CONVNET)], Options(output=tmp_path))
