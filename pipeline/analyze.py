@@ -64,12 +64,12 @@ def run(args: argparse.Namespace) -> None:
         UserError: there is no such model, data, figure or image, or the output cannot be written.
     """
     _check(args)
-    from pipeline.checkpoint.folder import check_source
+    from pipeline.checkpoint.bucket import find_source
     from pipeline.logs import console
     from pipeline.shards.image_folder import check_data
 
     if is_path(args.checkpoint):
-        check_source(Path(args.checkpoint), args.step)
+        args.checkpoint = str(find_source(args.checkpoint, args.step))
     if args.data is not None:
         check_data(args.data)
 
