@@ -2,10 +2,12 @@
 
     python -m benchmarks.checkpoint --folder DIR [--config configs/pervit_t.yaml] [--batch 16] [--rounds 5]
     launch/local.sh 2 -- benchmarks.checkpoint --folder DIR [...]
+    python -m benchmarks.checkpoint --folder DIR --bucket s3://BUCKET/PREFIX [...]
 
 Training steps run on a fixed batch of random images; steps with and without a save in progress are interleaved. Files are
 compared with DeepSpeed's own checkpoints and with a plain copy of the same bytes to the same disk, flushed, one file per rank;
-files are dropped from the page cache before they are read. Figures are medians of the slowest rank.
+files are dropped from the page cache before they are read. Figures are medians of the slowest rank. With --bucket, a second training
+takes turns with the first in the same process, and its saves follow to the store: a save lasts until its manifest is there.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ import torch
 from torch.nn import functional as F
 
 from pipeline.checkpoint import loading
-from pipeline.checkpoint.folder import FOLDER, latest_step, step_folder
+from pipeline.checkpoint.bucket import RunStore
+from pipeline.checkpoint.folder import FOLDER, LOCK, latest_step, step_folder
 from pipeline.checkpoint.loading import newest_intact
 from pipeline.checkpoint.manifest import RunState
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.saver import Saver
 from pipeline.cluster.agreement import Agreement
 from pipeline.cluster.rendezvous import disconnect, init_world
@@ -34,6 +38,8 @@ from pipeline.config import Config, load_config
 from pipeline.models import create_model
 from pipeline.optim.averages import WeightAverage
 from pipeline.optim.engine import build_engine, optimizer_step
+from pipeline.stores.lock import StoreLock
+from pipeline.stores.place import RemotePath
 
 CLASSES = 1000
 
@@ -45,13 +51,15 @@ class Training:
         config: recipe and model.
         world: all ranks.
         folder: the run folder.
+        bucket: URL of the run's store; empty: it has none.
     """
 
-    def __init__(self, config: Config, world: World, folder: Path) -> None:
+    def __init__(self, config: Config, world: World, folder: Path, bucket: str = "") -> None:
         self.config, self.world, self.folder, self.steps = config, world, folder, 0
         self.engine, self.agreement = build_engine(self._model(), config, world), Agreement()
         self.ema = WeightAverage(self.engine, config.train.ema_decay) if config.train.ema_decay else None
-        self.saver = Saver(folder, world, config.checkpoint, self.agreement)
+        self.mirror = _open_mirror(folder, bucket, world) if bucket else None
+        self.saver = Saver(folder, world, config.checkpoint, self.agreement, mirror=self.mirror)
         size = config.model.image_size
         self.images = torch.randn(config.train.micro_batch_size, 3, size, size, device=world.device)  # (B, 3, H, W)
         self.labels = torch.randint(CLASSES, (len(self.images),), device=world.device)  # (B,)
@@ -68,13 +76,27 @@ class Training:
         if self.ema:
             self.ema.update()
         self.steps += 1
-        self.saver.settle(self.agreement.exchange(save_failed=self.saver.failed, written=self.saver.written))
+        sent = self.mirror.sent if self.mirror else 0
+        agreed = self.agreement.exchange(save_failed=self.saver.failed, written=self.saver.written, sent=sent)
+        self.saver.settle(agreed)
+        if self.mirror:
+            self.mirror.settle(agreed.sent)
         _synchronize(self.world)
         return time.perf_counter() - began
 
     def save(self) -> None:
         """Begin to save."""
         self.saver.save(self.engine, self.ema, self.state())
+
+    def complete(self, step: int) -> bool:
+        """Whether the save of a step, the last one, is complete."""
+        return latest_step(self.folder) == step and not (self.mirror and self.mirror.busy)
+
+    def finish(self) -> None:
+        """Wait until it is. Collective."""
+        self.saver.finish()
+        if self.mirror:
+            self.mirror.finish(self.agreement, lambda: False, lambda: None, None)
 
     def state(self) -> RunState:
         """The training state that a run would save at this point."""
@@ -100,14 +122,19 @@ class Training:
         return create_model(model.name, CLASSES, model.image_size, switches=model.switches)
 
 
-def stall_table(training: Training, rounds: int, steps: int) -> list[str]:
-    """Rows: how long a save stalls training, and its total cost.
+def stall_table(trainings: dict[str, Training], rounds: int, steps: int) -> list[str]:
+    """Rows: how long a save stalls training, and its total cost, of trainings that take turns.
 
     The total cost is in CPU time, which other processes on the machine do not affect: a writer thread takes cores from the
     training, not wall time from all of it.
     """
-    plain, stalls, slower, counts, costs = [], [], [], [], []
-    for round_ in range(rounds + 1):  # the first is a warm-up
+    lines = [
+        "| saved to | training step | a save holds it up for | of a step | steps until it is complete | these take | CPU time of a save / of a step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    measured: dict[str, tuple[list[float], ...]] = {name: ([], [], [], [], []) for name in trainings}
+    for round_, name in ((number, name) for number in range(rounds + 1) for name in trainings):  # the first is a warm-up
+        training, (plain, stalls, slower, counts, costs) = trainings[name], measured[name]
         began = time.process_time()
         without = [training.step() for _ in range(steps)]
         cpu = (time.process_time() - began) / steps
@@ -115,10 +142,10 @@ def stall_table(training: Training, rounds: int, steps: int) -> list[str]:
         training.save()
         during = []
         for _ in range(steps):
-            complete = latest_step(training.folder) == saved_step
+            complete = training.complete(saved_step)
             during.append((training.step(), complete))
         cost = time.process_time() - began - steps * cpu
-        training.saver.finish()
+        training.finish()
         if round_:
             slow = [seconds for seconds, complete in during if not complete]
             plain += without
@@ -126,15 +153,23 @@ def stall_table(training: Training, rounds: int, steps: int) -> list[str]:
             slower.append(statistics.median(slow) / statistics.median(without))
             counts.append(len(slow))
             costs.append(cost / cpu)
-    gather = training.world.gather
-    step, stall, slow, count, cost = (
-        max(gather(statistics.median(values))) for values in (plain, stalls, slower, counts, costs)
-    )
-    return [
-        "| training step | a save holds it up for | of a step | steps until it is complete | these take | CPU time of a save / of a step |",
-        "|---|---|---|---|---|---|",
-        f"| {1e3 * step:.0f} ms | {1e3 * stall:.1f} ms | {stall / step:.1%} | {count:.0f} | x {slow:.2f} | {cost:.2f} |",
-    ]
+    for name, values in measured.items():
+        gather = trainings[name].world.gather
+        step, stall, slow, count, cost = (max(gather(statistics.median(each))) for each in values)
+        lines.append(
+            f"| {name} | {1e3 * step:.0f} ms | {1e3 * stall:.1f} ms | {stall / step:.1%} | {count:.0f} | x {slow:.2f} | {cost:.2f} |"
+        )
+    return lines
+
+
+def _open_mirror(folder: Path, url: str, world: World) -> Mirror:
+    lock = StoreLock(RemotePath(url), LOCK, {}, "benchmark") if world.is_main else None
+    if lock:
+        folder.mkdir(parents=True)
+        lock.take()
+    mirror = Mirror(folder, RunStore(RemotePath(url)), lock, leads=world.is_main, apart=False)
+    mirror.start()
+    return mirror
 
 
 def throughput_table(training: Training, rounds: int) -> list[str]:
@@ -228,6 +263,9 @@ def _synchronize(world: World) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", required=True, type=Path, help="a new folder on the disk to measure")
+    parser.add_argument(
+        "--bucket", default="", metavar="URL", help="an empty place in a store: also measure saves that follow there"
+    )
     parser.add_argument("--config", type=Path, default=Path("configs/pervit_t.yaml"), help="recipe and model")
     parser.add_argument("--batch", type=int, default=16, help="images per process")
     parser.add_argument("--rounds", type=int, default=5)
@@ -246,8 +284,14 @@ def main() -> None:
         "augment.mixup=0",  # no data: mix_group need not divide the batch
         "augment.cutmix=0",
     ]
-    training = Training(load_config(args.config, overrides), world, args.folder)
-    tables = [*stall_table(training, args.rounds, args.steps), "", *throughput_table(training, args.file_rounds)]
+    config = load_config(args.config, overrides)
+    training = Training(config, world, args.folder / "local")
+    trainings = {"the folder": training}
+    if args.bucket:
+        trainings["the store too"] = Training(config, world, args.folder / "stored", args.bucket)
+    tables = stall_table(trainings, args.rounds, args.steps)
+    if args.file_rounds:
+        tables += ["", *throughput_table(training, args.file_rounds)]
     if world.is_main:
         print(f"{training.config.model.name}, {world.size} processes, batch {args.batch} each, ZeRO {args.zero_stage}\n")
         print("\n".join(tables))

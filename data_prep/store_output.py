@@ -30,7 +30,7 @@ from pipeline.errors import UserError
 from pipeline.files import file_sha256, lock_bytes, replace_file
 from pipeline.shards.manifest import MANIFEST, REENCODED, REJECTED
 from pipeline.stores.client import Version
-from pipeline.stores.place import Place, RemotePath
+from pipeline.stores.place import Place, RemotePath, check_bucket
 from pipeline.stores.store import NoBucket, Store, StoreFails
 
 Result = TypeVar("Result")
@@ -186,17 +186,6 @@ class StoreOutput(Output):
         check_space_for_shards(
             self.folder, at_once, 0, estimate, "choose another --scratch, fewer --workers or --samples-per-shard"
         )
-
-
-def check_bucket(place: Place, option: str = "") -> None:
-    """Check that a place can be written to.
-
-    Raises:
-        UserError: it is a web server, or a folder.
-    """
-    if not isinstance(place, RemotePath) or place.scheme not in ("s3", "gs", "az"):
-        why = " (a web server can only be read)" if isinstance(place, RemotePath) else ""
-        raise UserError(f"{option or 'the URL'} must be s3://BUCKET/PREFIX, gs:// or az://, got {place}{why}", "correct it")
 
 
 def checked_size(path: Path, sha256: str) -> int:

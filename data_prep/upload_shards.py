@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, counted
-from pipeline.stores.place import Place, RemotePath, is_remote, parse_place, place_argument
+from pipeline.stores.place import Place, RemotePath, check_bucket, is_remote, parse_place, place_argument
 
 if TYPE_CHECKING:
     from pipeline.shards.manifest import ShardManifest
@@ -50,7 +50,7 @@ def upload(folder: Path, url: Place | str) -> None:
     """
     from tqdm import tqdm
 
-    from data_prep.store_output import check_bucket, checked_size, put_file, told
+    from data_prep.store_output import checked_size, put_file, told
     from pipeline.shards.manifest import MANIFEST, ShardManifest
     from pipeline.stores.store import Store
 

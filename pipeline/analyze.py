@@ -67,12 +67,11 @@ def run(args: argparse.Namespace) -> None:
         UserError: there is no such model, data, figure or image, or the output cannot be written.
     """
     _check(args)
-    from pipeline.checkpoint.folder import check_source
+    from pipeline.checkpoint.bucket import find_source
     from pipeline.logs import console
     from pipeline.shards.image_folder import check_data
 
-    for checkpoint in filter(is_path, args.checkpoints):
-        check_source(Path(checkpoint), args.step)
+    args.checkpoints = [str(find_source(each, args.step)) if is_path(each) else each for each in args.checkpoints]
     if args.data is not None:
         check_data(args.data)
 

@@ -45,13 +45,15 @@ def main() -> None:
     add("--json", type=Path, metavar="FILE", help="also write the result to this file")
     add("--predictions", type=Path, metavar="FILE", help=rows)
     args = parser.parse_args()
-    args.checkpoint = Path(args.checkpoint)  # no type above: argparse would make a path of a positional that is left out
+    args.checkpoint = place_argument(
+        args.checkpoint
+    )  # no type above: argparse would take a positional that is left out for one
     run(args)
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command. Collective."""
-    from pipeline.checkpoint.folder import check_source
+    from pipeline.checkpoint.bucket import find_source
     from pipeline.inference.prediction_table import Names, check_file, prediction_dtype, write_rows
     from pipeline.inference.sets import REAL, parse_sets
     from pipeline.logs import console
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--data is required{needs}", "add --data with the validation set")
     if args.predictions and len(places) > 1:
         raise UserError(f"--predictions is for one set, got {len(places)}", "evaluate that set alone")
-    check_source(args.checkpoint, args.step)
+    args.checkpoint = find_source(args.checkpoint, args.step)
     if args.data:
         check_data(args.data)
 

@@ -18,11 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.folder import check_source, find_checkpoint, parse_step, step_folder
+from pipeline.checkpoint.bucket import find_source
+from pipeline.checkpoint.folder import find_checkpoint, parse_step, step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.exporting import FORMATS, Format, Subject, Training, find_format, training_from_json
+from pipeline.stores.place import place_argument
 from pipeline.terminal import fitted
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def main() -> int:
     parser = command_parser("pipeline.export", __doc__)
     add = parser.add_argument
     sources = "a run folder, one of its checkpoints, or an exported file"
-    add("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=sources)
+    add("checkpoint", nargs="?", type=place_argument, metavar="CHECKPOINT", help=sources)
     add("--format", metavar="FORMAT", help="; ".join(f"{each.name}: {each.what}" for each in FORMATS.values()))
     add("--output", type=Path, metavar="PATH", help="the file or folder to write")
     add("--step", type=parse_step, metavar="N|best", help="which checkpoint (default: the newest)")
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     precision = check_options(args, form)
     if args.push_to_hub:
         check_hub(args.push_to_hub)
-    check_source(args.checkpoint, args.step)
+    args.checkpoint = find_source(args.checkpoint, args.step)
     place = find_place(args.output, form, args.force)
     with stage(f"loading PyTorch and {args.checkpoint}"):
         subject = read_subject(args.checkpoint, args.step, args.weights, args.names)

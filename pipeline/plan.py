@@ -69,7 +69,7 @@ def earlier_run(given: Path | None, subject: Subject, record: Path | None = None
         raise UserError(f"--gpu-record cannot stand beside --measured {given}, got {record}", "remove one of them")
     if record:
         return read_record(record, subject), None
-    path = given or Path(subject.config.output_dir)
+    path = given or subject.config.folder
     if given is None and not is_run(path):
         return None, None
     try:

@@ -24,6 +24,7 @@ from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, counted
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked
 from pipeline.metrics import tells_top5
+from pipeline.stores.place import place_argument
 from pipeline.terminal import fitted, paint
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _SHOWN = 50  # rows of the table on a terminal
 def main() -> int:
     parser = command_parser("pipeline.predict", __doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help=SOURCES)
+    add("checkpoint", type=place_argument, metavar="CHECKPOINT", help=SOURCES)
     add("images", nargs="+", metavar="IMAGES", help="what to predict; see above")
     add("--top", type=int, default=5, metavar="N", help="classes per image (default: 5)")
     add("--output", type=Path, metavar="FILE", help="a .csv, .jsonl or .parquet file; with --features .npy or .parquet")
@@ -99,10 +100,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         from pipeline.inference.prediction_table import ENDINGS, FEATURE_ENDINGS, check_file
 
         check_file("--output", args.output, FEATURE_ENDINGS if args.features else ENDINGS)
-    from pipeline.checkpoint.folder import check_source
+    from pipeline.checkpoint.bucket import find_source
     from pipeline.inference.image_list import check_arguments as check_images
 
-    check_source(args.checkpoint, args.step)
+    args.checkpoint = find_source(args.checkpoint, args.step)
     check_images(args.images)
 
 

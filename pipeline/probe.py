@@ -26,7 +26,7 @@ from pipeline.terminal import fitted
 def main() -> None:
     parser = command_parser("pipeline.probe", __doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help=SOURCES)
+    add("checkpoint", type=place_argument, metavar="CHECKPOINT", help=SOURCES)
     add("--data", required=True, type=place_argument, metavar="DIR", help="shards, or SPLIT/CLASS/*.JPEG, with train and val")
     add("--few-shot", type=int, nargs="*", default=[1, 5, 10], metavar="N", help="images of a class (default: 1 5 10)")
     add("--c", type=float, help="of the linear classifier (default: the best of 45 on a tenth of train)")
@@ -37,13 +37,13 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command. Collective."""
-    from pipeline.checkpoint.folder import check_source
+    from pipeline.checkpoint.bucket import find_source
     from pipeline.logs.console import stage
     from pipeline.shards.image_folder import check_data, open_split
 
     if args.json:
         check_writable(args.json)
-    check_source(args.checkpoint, args.step)
+    args.checkpoint = find_source(args.checkpoint, args.step)
     check_data(args.data)
     with stage("loading the libraries"):
         from pipeline.cluster.rendezvous import disconnect

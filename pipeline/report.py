@@ -32,7 +32,7 @@ from pipeline.terminal import Stage
 def main() -> None:
     parser = command_parser("pipeline.report", __doc__)
     add = parser.add_argument
-    add("runs", type=Path, nargs="*", metavar="RUN", help="a run's output_dir, or a folder that holds several")
+    add("runs", type=place_argument, nargs="*", metavar="RUN", help="a run's output_dir, or a folder that holds several")
     default = "default: report.html; for --table in a format other than html, the terminal"
     add("--output", type=Path, metavar="FILE", help=default)
     add("--table", metavar="TABLE", help="a table of a paper, such as pervit_table1; list: all of them")
@@ -60,6 +60,9 @@ def main() -> None:
         _refuse_options_of_one_run(args, "--table is given")
     elif len(args.runs) > 1:
         _refuse_options_of_one_run(args, f"{len(args.runs)} paths are given")
+    from pipeline.checkpoint.bucket import fetched
+
+    args.runs = [fetched(run, weights=False) for run in args.runs]
     output = args.output or (Path("report.html") if args.table is None or args.format == "html" else None)
     if output is None:
         with Stage("reading the runs"):

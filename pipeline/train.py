@@ -51,7 +51,7 @@ def main() -> int:
         console.install()
         config = load_config(args.config, args.overrides)
         check_name(config.model.name)
-        check_paths(config)
+        check_paths(config, args.dry_run)
         if console.is_first_process():
             start = "a dry run of " if args.dry_run else ""
             console.say(f"{start}{config.model.name} into {config.output_dir}: loading PyTorch, DeepSpeed and DALI")

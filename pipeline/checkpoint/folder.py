@@ -26,6 +26,8 @@ from pipeline.models.registry import list_models
 from pipeline.models.timm.names import is_timm_folder
 
 FOLDER = "checkpoints"
+LOCK = ".lock"  # locked while a process trains; its text names that process
+FETCHED = ".fetched.json"  # in a copy of a run that is in a store, whose checkpoints may lack parts: what was copied
 SAVING, _REMOVING, _REPLACED = ".saving-", ".removing-", ".replaced-"  # prefixes of folders in transition
 BEST = "best"  # as a value of --step
 Manifests = dict[int, CheckpointManifest | UserError]  # by step, ascending; the error keeps one from being read
@@ -39,11 +41,11 @@ def saved_steps(run_dir: Path) -> list[int]:
     """Steps of the run's checkpoints, ascending."""
     # scandir knows what is a folder without looking again: none is missed because another process replaces it meanwhile.
     with suppress(OSError), os.scandir(run_dir / FOLDER) as entries:
-        return sorted(step for entry in entries if entry.is_dir() and (step := _step_of(entry.name)) is not None)
+        return sorted(step for entry in entries if entry.is_dir() and (step := step_of(entry.name)) is not None)
     return []
 
 
-def _step_of(name: str) -> int | None:
+def step_of(name: str) -> int | None:
     """The step in a checkpoint folder's name; None for any other name."""
     match = re.fullmatch(r"step-(0[0-9]{7}|[1-9][0-9]{7,})", name)  # exactly what folder_name writes
     return int(match[1]) if match else None
@@ -68,7 +70,7 @@ def locate(path: Path) -> tuple[Path, int | None]:
     """Resolve a command's path, ``RUN``, ``RUN/checkpoints`` or ``RUN/checkpoints/step-00000040``: the run folder, and the step if it
     names one. It need not exist."""
     absolute = path.absolute()
-    step = _step_of(absolute.name)
+    step = step_of(absolute.name)
     levels = 1 if step is None else 2  # between the path and the run folder
     if (path / FOLDER).is_dir() or (absolute if step is None else absolute.parent).name != FOLDER:
         return path, None
@@ -166,17 +168,18 @@ def publish(written: Path, target: Path) -> None:
     """
     replaced = None
     if os.path.lexists(target):
-        if _is_intact(target):
+        if is_intact(target):
             replaced = _rename(target, _REPLACED)
         else:
             set_aside(target)
     os.rename(written, target)
     sync_folder(target.parent)
     if replaced:
-        _remove(replaced, quietly=True)  # the next start removes what is left
+        remove(replaced, quietly=True)  # the next start removes what is left
 
 
-def _is_intact(folder: Path) -> bool:
+def is_intact(folder: Path) -> bool:
+    """Whether a checkpoint is as it was written."""
     try:
         return not find_damage(folder, CheckpointManifest.read(folder).files)
     except UserError:
@@ -187,11 +190,11 @@ def _rename(folder: Path, prefix: str) -> Path:
     """Rename ``step-00000040`` to ``<prefix>00000040``."""
     target = folder.with_name(prefix + folder.name.removeprefix("step-"))
     if os.path.lexists(target):  # left by a process that died
-        _remove(target)
+        remove(target)
     return folder.rename(target)
 
 
-def _remove(folder: Path, quietly: bool = False) -> None:
+def remove(folder: Path, quietly: bool = False) -> None:
     """Remove a folder and its contents; of a symbolic link only the link, its target does not belong to the run."""
     if folder.is_symlink():
         with suppress(OSError) if quietly else nullcontext():
@@ -214,7 +217,7 @@ def remove_old(run_dir: Path, now: int, keep_last: int, best: int | None, keep_e
     steps = [step for step in saved_steps(run_dir) if step <= now]
     for step, reason in _reasons(steps, keep_last, best, keep_every_steps).items():
         if not reason:
-            _remove(_rename(step_folder(run_dir, step), _REMOVING))
+            remove(_rename(step_folder(run_dir, step), _REMOVING))
 
 
 def _reasons(steps: list[int], keep_last: int, best: int | None, every: int | None, name: str = "best") -> dict[int, str]:
@@ -230,14 +233,23 @@ def _reasons(steps: list[int], keep_last: int, best: int | None, every: int | No
     return reasons
 
 
+def kept(steps: list[int], state: RunState, keep_last: int | None = None) -> list[int]:
+    """Those steps that retention keeps by a checkpoint's config; ``keep_last``: instead of its own."""
+    return [step for step, reason in _reasons_of(steps, state, keep_last=keep_last).items() if reason]
+
+
+def _reasons_of(steps: list[int], state: RunState, name: str = "best", keep_last: int | None = None) -> dict[int, str]:
+    rules = state.config["checkpoint"]
+    best = state.best["step"] if state.best and rules["keep_best"] else None
+    return _reasons(steps, keep_last or rules["keep_last"], best, rules["keep_every_steps"], name)
+
+
 def reasons_to_keep(manifests: Mapping[int, CheckpointManifest | UserError]) -> dict[int, str]:
     """Step -> why retention keeps it, by the config of the newest readable checkpoint."""
     newest = newest_readable(manifests)
     if newest is None:
         return {}
-    state, rules = newest.state, newest.state.config["checkpoint"]
-    best = state.best["step"] if state.best and rules["keep_best"] else None
-    reasons = _reasons(list(manifests), rules["keep_last"], best, rules["keep_every_steps"], f"best ({best_text(state)})")
+    reasons = _reasons_of(list(manifests), newest.state, f"best ({best_text(newest.state)})")
     return {step: reason or "goes with the next one" for step, reason in reasons.items()}
 
 
@@ -255,4 +267,4 @@ def sweep(run_dir: Path) -> None:
             former.rename(target)
     for prefix in (SAVING, _REMOVING, _REPLACED):
         for leftover in (run_dir / FOLDER).glob(f"{prefix}*"):
-            _remove(leftover, quietly=True)
+            remove(leftover, quietly=True)

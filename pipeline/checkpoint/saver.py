@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import threading
 import time
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.folder import FOLDER, SAVING, latest_step, publish, remove_old, step_folder
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, FileRecord, RunState
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.rank_slices import bytes_of_all, optimizer_state, saved_tensors
 from pipeline.cluster.agreement import Agreed, Agreement
@@ -56,6 +58,7 @@ class Saver:
         config: retention, and how long a write is retried.
         agreement: by which the ranks exchange their status.
         waiting: called repeatedly while the training waits for a save, to report that it does not hang.
+        mirror: which takes every save to the run's store.
 
     Attributes:
         started: saves started so far.
@@ -69,9 +72,10 @@ class Saver:
         config: CheckpointConfig,
         agreement: Agreement,
         waiting: Callable[[], None] = lambda: None,
+        mirror: Mirror | None = None,
     ) -> None:
         self._run_dir, self._world, self._config, self._agreement = run_dir, world, config, agreement
-        self._waiting = waiting
+        self._waiting, self._mirror = waiting, mirror
         # Ranks of an earlier start may live on for a while: their files must not end up in our hidden folder.
         self._token = world.from_main(uuid.uuid4().hex[:8])
         self._copies = HostCopies()
@@ -127,10 +131,14 @@ class Saver:
             self._fail_on_all()
         if self._saving and agreed.written >= self.started:
             saving, self._saving = self._saving, None
+            path = saving.folder / f"part-{self._world.rank:05d}.safetensors"
+            opened = os.open(path, os.O_RDONLY) if self._mirror and saving.record else None  # before it is renamed
             records = self._world.gather(asdict(saving.record) if saving.record else None)
-            if self._world.is_main:
-                files = [FileRecord(**fields) for fields in records if fields]
-                self._publish(saving.folder, replace(saving.manifest, files=files))
+            manifest = replace(saving.manifest, files=[FileRecord(**fields) for fields in records if fields])
+            if self._mirror:
+                self._mirror.add(manifest, saving.record, path, opened)
+            if self._world.is_main and not (self._mirror and self._mirror.apart):
+                self._publish(saving.folder, manifest)
 
     def finish(self) -> None:
         """Wait until the last save is published. Collective."""

@@ -44,6 +44,7 @@ class Agreed:
     stop: int  # the signal that some rank received, or 0
     save_failed: bool  # some rank cannot write its part of a checkpoint
     written: int  # saves that every rank has on disk
+    sent: int = 0  # of these, those that every rank has copied to the run's store
 
 
 class Agreement:
@@ -63,7 +64,9 @@ class Agreement:
         self._every = every or max(1, dist.get_world_size() // _RANKS_PER_CALL)
         self._calls = 0
         self._work: dist.Work | None = None
-        self._values = torch.zeros(3, dtype=torch.int64)  # stop, save_failed, -written: the maximum of the last is its minimum
+        self._values = torch.zeros(
+            4, dtype=torch.int64
+        )  # stop, save_failed, -written, -sent: the maximum of these is their minimum
         self._agreed = Agreed(0, False, 0)
         try:
             self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
@@ -71,7 +74,7 @@ class Agreement:
             remedy = "set GLOO_SOCKET_IFNAME to the network interface between the nodes, such as eth0 (ip addr lists them)"
             raise UserError(f"the ranks cannot connect over gloo ({first_line(error)})", remedy) from None
 
-    def exchange(self, stop: int = 0, save_failed: bool = False, written: int = 0) -> Agreed:
+    def exchange(self, stop: int = 0, save_failed: bool = False, written: int = 0, sent: int = 0) -> Agreed:
         """Exchange this rank's status, with the meanings of :class:`Agreed`. Collective.
 
         Returns:
@@ -79,9 +82,9 @@ class Agreement:
         """
         if self._calls % self._every == 0:
             self._wait()
-            highest_stop, any_failed, fewest_written = self._values.tolist()
-            self._agreed = Agreed(highest_stop, bool(any_failed), -fewest_written)
-            self._values = torch.tensor([stop, int(save_failed), -written])
+            highest_stop, any_failed, fewest_written, fewest_sent = self._values.tolist()
+            self._agreed = Agreed(highest_stop, bool(any_failed), -fewest_written, -fewest_sent)
+            self._values = torch.tensor([stop, int(save_failed), -written, -sent])
             self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._calls += 1
         return self._agreed

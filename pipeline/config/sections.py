@@ -6,6 +6,7 @@ Model, training and optimizer are in ``train_sections``, data and augmentation i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
@@ -15,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pipeline.config.data_sections import AugmentConfig, DataConfig
 from pipeline.config.train_sections import ModelConfig, OptimConfig, TrainConfig
 from pipeline.config.values import MAX_PROFILED, MAX_SECONDS, BatchSize, Epochs, Seconds, Section, Steps, Text, Window
+from pipeline.stores.place import kept_in, parse_place
 
 # Keys that a resumed run may change freely: they affect neither the order of samples nor the weights beyond rounding. The
 # micro-batch size is one of them so that a run can move to other hardware: all random draws, Mixup's groups too, depend on an
@@ -107,7 +109,7 @@ class DistributedConfig(Section):
 
 class Config(Section):
     output_dir: Text = "runs/default"
-    """Run folder: checkpoints, metrics.jsonl, TensorBoard events, the resolved config."""
+    """Run folder: checkpoints, metrics.jsonl, TensorBoard events, the resolved config. `s3://BUCKET/PREFIX` (gs://, az://): kept in `$PERVIT_RUNS/BUCKET/PREFIX` (default runs/) and copied there."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Determines initial weights, sample order and augmentation."""
     model: ModelConfig = ModelConfig()
@@ -119,6 +121,11 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     distributed: DistributedConfig = DistributedConfig()
+
+    @property
+    def folder(self) -> Path:
+        """Where this machine keeps the run: ``output_dir``, or the folder of one in a store."""
+        return kept_in(parse_place(self.output_dir))
 
     def with_values(self, values: Mapping[str, Any]) -> Config:
         """A copy with other values, which are not validated: dotted key -> value."""

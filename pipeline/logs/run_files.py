@@ -68,7 +68,7 @@ def write_run_files(
 
 
 def _write(config: Config, start: dict) -> int:
-    run_dir = Path(config.output_dir)
+    run_dir = config.folder
     earlier = earlier_starts(run_dir)
     about = f"# {start['precision']}\n{config_to_yaml(config)}"
     for name, content in {CONFIG: about, ENVIRONMENT: json.dumps([*earlier, start], indent=1) + "\n"}.items():

@@ -71,7 +71,7 @@ class RunLog:
             total=self._last_step, initial=start_step, desc="training", unit="step", disable=hidden, dynamic_ncols=True
         )
         self.restart_clock()
-        do_in_main(lambda: self._open_files(Path(config.output_dir), start_step), world)
+        do_in_main(lambda: self._open_files(config.folder, start_step), world)
         if world.device.type != "cpu" and flops_per_image is not None:
             self._peak, source = peak_flops(world.device, config.train.precision)
             self.say(f"peak of one device: {self._peak / 1e12:.3g} TFLOP/s {config.train.precision} ({source})")

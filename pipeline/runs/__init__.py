@@ -1,6 +1,7 @@
 """Read a run folder: the names of its files, what they hold, and how the run stands. Nothing here writes, and a run may go on meanwhile."""
 
 from pipeline.checkpoint.folder import FOLDER as CHECKPOINTS
+from pipeline.checkpoint.folder import LOCK
 
 CONFIG = "config.yaml"  # the resolved config
 ENVIRONMENT = "environment.json"  # versions, git commit, hosts, Slurm job; an entry per start
@@ -9,6 +10,5 @@ EVENTS = "events.jsonl"  # starts, evaluations, saves, ends
 RESTARTS = "restarts.json"  # restarts of its job, by job scripts and sweeps
 TENSORBOARD = "tensorboard"  # a folder: the metrics as scalars, and images
 SAMPLES = "samples"  # a folder: every sample that each rank trained on
-LOCK = ".lock"  # locked while a process trains; its text names that process
 
 __all__ = ["CHECKPOINTS", "CONFIG", "ENVIRONMENT", "EVENTS", "LOCK", "METRICS", "RESTARTS", "SAMPLES", "TENSORBOARD"]

@@ -8,19 +8,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.checkpoint.folder import SAVING, saved_steps, step_folder
+from pipeline.checkpoint.folder import FETCHED, SAVING, saved_steps, step_folder
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, find_damage
 from pipeline.config import parse_value
 from pipeline.errors import UserError
 from pipeline.files import is_locked_by_another, open_regular
 from pipeline.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, EVENTS, LOCK, RESTARTS
 from pipeline.runs.rows import Row, is_number, lines_left_out, parse_row
+from pipeline.stores.lock import STALE
 
 _LARGEST_FILE = 64 << 20  # bytes of a file that is read as a whole: none of these comes near it
 _RECORDED = ("pid", "host", "slurm_job", "since")  # of a holder, in the lock file
@@ -58,6 +60,8 @@ def read_holder(descriptor: int) -> Holder | None:
     try:
         alive = is_locked_by_another(descriptor)
         told = json.loads(os.pread(descriptor, 4096, 0) or b"null")  # a record has about 150 bytes
+        if isinstance(told, dict) and is_number(beat := told.get("beat")):  # a copy of a store's lock
+            alive = time.time() - beat < STALE
     except (OSError, ValueError, RecursionError):
         pass
     if isinstance(told, dict):
@@ -218,7 +222,8 @@ def _checkpoint(step: int, folder: Path) -> Checkpoint:
     manifest, problem = None, None
     try:
         manifest = CheckpointManifest.read(folder)
-        problem = "; ".join(find_damage(folder, manifest.files, contents=False)) or None
+        copied = (folder.parents[1] / FETCHED).exists()  # of a run in a store, parts only if they are needed
+        problem = None if copied else "; ".join(find_damage(folder, manifest.files, contents=False)) or None
     except UserError as error:
         problem = str(error)
     except OSError as error:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.checkpoint.folder import FETCHED
 from pipeline.runs import CHECKPOINTS, ENVIRONMENT, LOCK, METRICS
 from pipeline.runs.files import Holder, RunFiles
 from pipeline.runs.rows import Row, is_count, is_number, kind_of, last_rows
@@ -141,7 +142,8 @@ def _pace(files: RunFiles, rows: list[Row]) -> float | None:
 def _silence(files: RunFiles, rows: list[Row], now: float) -> float | None:
     """Seconds since the last row, evaluation, or start of saving; None before there is one."""
     times = [row["time"] for row in (*rows[-1:], *files.events[-1:]) if is_number(row.get("time"))]
-    for name in (CHECKPOINTS, ENVIRONMENT, LOCK):  # a save makes and renames folders
+    copied = (files.path / FETCHED).exists()  # when it was says nothing
+    for name in () if copied else (CHECKPOINTS, ENVIRONMENT, LOCK):  # a save makes and renames folders
         with suppress(OSError):
             times.append(os.stat(files.path / name).st_mtime)
     return max(0.0, now - max(times)) if times else None

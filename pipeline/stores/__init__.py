@@ -1,1 +1,1 @@
-"""Read and write object stores and web servers that hold shards: ``s3://``, ``gs://``, ``az://`` and ``https://``."""
+"""Read and write object stores and web servers that hold shards and runs: ``s3://``, ``gs://``, ``az://`` and ``https://``."""

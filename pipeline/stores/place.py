@@ -96,6 +96,22 @@ def place_argument(text: str) -> Place:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def check_bucket(place: Place, option: str = "") -> None:
+    """Check that a place can be written to.
+
+    Raises:
+        UserError: it is a web server, or a folder.
+    """
+    if not isinstance(place, RemotePath) or place.scheme not in ("s3", "gs", "az"):
+        why = " (a web server can only be read)" if isinstance(place, RemotePath) else ""
+        raise UserError(f"{option or 'the URL'} must be s3://BUCKET/PREFIX, gs:// or az://, got {place}{why}", "correct it")
+
+
+def kept_in(place: Place) -> Path:
+    """The folder of this machine in which what is written to a place is kept: ``$PERVIT_RUNS/BUCKET/PREFIX``, by default below runs/."""
+    return place if isinstance(place, Path) else Path(os.environ.get("PERVIT_RUNS") or "runs", place.host, place.prefix)
+
+
 def _without_secrets(url: str) -> str:
     """A URL for a message: no user, password, query or fragment."""
     bare = re.split(r"[?#]", url, maxsplit=1)[0]

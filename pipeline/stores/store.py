@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import queue
 import random
 import threading
@@ -137,6 +138,22 @@ class Store:
                 raise OSError(errno.ESTALE, "it was replaced while it was read", str(self.place / name))
             answers.append(answer)
         return Answer(memoryview(b"".join(answer.data for answer in answers)), first.size, first.version)
+
+    def download(self, name: str, descriptor: int) -> None:
+        """Write a whole object that has bytes into an empty file, with no more of it in memory than is in flight. Raises as :meth:`fetch`."""
+
+        def part(begin: int) -> tuple[int, str]:
+            answer = self.read(name, begin, _PART)
+            if os.pwrite(descriptor, answer.data, begin) != len(answer.data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+            return answer.size, answer.version.tag
+
+        first = part(0)
+        for found in self.threads.map(part, range(_PART, first[0], _PART)):
+            if isinstance(found, BaseException):
+                raise found
+            if found != first:
+                raise OSError(errno.ESTALE, "it was replaced while it was read", str(self.place / name))
 
     def put(self, name: str, data: bytes | Path, mark: str = "", replaces: Version | None = None) -> Version:
         """Write a whole object, with a mark that :meth:`describe` returns.

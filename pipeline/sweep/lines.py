@@ -29,6 +29,7 @@ from pipeline.errors import UserError
 from pipeline.models.registry import check_name, model_entry
 from pipeline.runs import CHECKPOINTS, METRICS
 from pipeline.runs import CONFIG as RUN_CONFIG
+from pipeline.stores.place import is_remote, parse_place
 
 CONFIG = "--config"
 _ALL = "all:"
@@ -71,7 +72,7 @@ class SweepRun:
 
     @property
     def folder(self) -> Path:
-        return Path(self.config.output_dir)
+        return self.config.folder
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,15 @@ def parse_sweep(file: Path, text: str, words: Sequence[str] = (), variables: Map
         raise UserError(f"{file} must have a line for each run, got none", f"write lines such as '{_EXAMPLE}'")
     if variables.get("PERVIT_DATA"):
         common = replace(common, overrides=(f"data.path={variables['PERVIT_DATA']}", *common.overrides))
-    folder = Path(variables.get("PERVIT_OUTPUT") or Path("runs", file.stem))
+    named = variables.get("PERVIT_OUTPUT") or f"runs/{file.stem}"
     for word in (*common.overrides, *typed.overrides):
         if word.startswith(f"{_FOLDER}="):
             if word == f"{_FOLDER}=":
                 raise UserError(f"{_FOLDER} must name the folder of a sweep's runs, got nothing", "name one, or take it out")
-            folder = Path(word.partition("=")[2])
+            named = word.partition("=")[2]
+    if is_remote(named):
+        raise UserError(f"{_FOLDER} of a sweep must be a folder of this machine, got {parse_place(named)}", "name one")
+    folder = Path(named)
     _check_folder(folder)
     runs = tuple(_run(number, line, common, typed, own, folder) for number, (line, own) in enumerate(lines, 1))
     _check_apart(file, runs)

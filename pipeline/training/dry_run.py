@@ -170,7 +170,7 @@ def _summary(
         "model": f"{config.model.name}, {prepared.cost.params:,} parameters, on {world.device}; {settled.precision}",
         "batch": f"{batch}; {settled.micro_batch_reason}" if settled.micro_batch_reason else batch,
         "step": step,
-        "checkpoint": f"{checkpoint_bytes / 1e6:,.1f} MB, up to {kept} at a time; {free_bytes(Path(config.output_dir)) / 1e9:,.1f} GB free",
+        "checkpoint": f"{checkpoint_bytes / 1e6:,.1f} MB, up to {kept} at a time; {free_bytes(config.folder) / 1e9:,.1f} GB free",
         "cache": cache,
         "not tried": settled.compile != OFF and f"train.compile={settled.compile}, which a start compiles at its first step",
     }

@@ -22,15 +22,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.agreement import do_in_main
+from pipeline.checkpoint.bucket import RunStore
+from pipeline.checkpoint.folder import sweep
+from pipeline.checkpoint.mirror import Mirror
+from pipeline.cluster.agreement import do_in_main, raise_on_all
 from pipeline.cluster.environment import job_name
 from pipeline.cluster.world import World
 from pipeline.config import Config, flatten, is_free
 from pipeline.config.problems import nearest_keys
 from pipeline.errors import UserError
 from pipeline.files import disk_reason, lock_bytes, nearest_existing, write_error
-from pipeline.runs import LOCK
+from pipeline.runs import ENVIRONMENT, LOCK
 from pipeline.runs.files import Holder, read_holder
+from pipeline.stores.lock import StoreLock
+from pipeline.stores.place import RemotePath, parse_place
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +66,8 @@ def open_run_folder(folder: Path, world: World) -> RunLock | None:
 class RunLock:
     """The lock on a run folder: acquired by :meth:`take`, held until :meth:`release` or the end of the process."""
 
-    def __init__(self, path: Path, descriptor: int, created: bool) -> None:
-        self._path, self._descriptor, self._created = path, descriptor, created
+    def __init__(self, path: Path, descriptor: int, created: bool, holder: Holder) -> None:
+        self._path, self._descriptor, self._created, self.holder = path, descriptor, created, holder
         _held_here.add(path.resolve())
 
     @classmethod
@@ -95,7 +100,12 @@ class RunLock:
             if isinstance(error, OSError):
                 raise write_error(path, error) from None
             raise
-        return cls(path, descriptor, created)
+        return cls(path, descriptor, created, this_process)
+
+    def identity(self) -> str:
+        """The same for two starts that cannot live at the same time: of this machine since it was booted, with this lock file."""
+        about, booted = os.fstat(self._descriptor), Path("/proc/sys/kernel/random/boot_id")
+        return f"{booted.read_text().strip()} {about.st_dev} {about.st_ino}"
 
     def release(self) -> None:
         """Let the next run have the folder."""
@@ -112,6 +122,46 @@ class RunLock:
                 self._path.unlink()
                 self.release()
                 self._path.parent.rmdir()
+
+
+def open_mirror(config: Config, world: World, lock: RunLock | None) -> Mirror | None:
+    """Lock the store of a run and bring it and the folder together; None if the run has none. Collective.
+
+    Several nodes share the folder, or each has its own. Then none has a whole checkpoint but that which every node fetches here: the parts that
+    it writes are removed once the store has them.
+
+    Args:
+        lock: on the folder, held by rank 0.
+
+    Raises:
+        UserError: on every rank: another process writes there, it fails, or store and folder are of two runs.
+    """
+    if not isinstance(place := parse_place(config.output_dir), RemotePath):
+        return None
+    folder, store, taken = config.folder, RunStore(place), None
+    if lock:
+        taken = StoreLock(place, LOCK, json.loads(lock.holder.record()), lock.identity())
+
+    def take() -> None:
+        assert taken
+        taken.take()
+        store.bring_together(folder, ENVIRONMENT)
+
+    do_in_main(take, world)
+    record = world.from_main(lock.holder.record() if lock else None)
+    shared = lock is not None or (folder / LOCK).is_file() and (folder / LOCK).read_text() == record
+    places = world.gather([shared, socket.gethostname(), str(folder.resolve())])
+    leads = lock is not None or not shared and places.index(places[world.rank]) == world.rank
+    refusal = None
+    if leads and not lock:  # the first rank of a node with a folder of its own
+        try:
+            sweep(folder)
+            if newest := store.newest(store.store.objects()):
+                store.fetch_checkpoint(newest, folder)
+        except UserError as error:
+            refusal = error
+    raise_on_all(refusal, world)
+    return Mirror(folder, store, taken, leads, apart=not all(shared for shared, *_ in places))
 
 
 def check_lock(run_dir: Path) -> None:

@@ -3,7 +3,6 @@
 import time
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from pipeline.inference.evaluation import evaluate
 from pipeline.loader.loader import Batch
 from pipeline.logs import pictures, tensorboard
 from pipeline.logs.console import say_once, stage
-from pipeline.metrics import Metric, recording
+from pipeline.metrics import Metric, record, recording
 from pipeline.optim.build import learning_rate
 from pipeline.step.precision import make_deterministic, refusals_explained
 from pipeline.step.train_step import train_step
@@ -36,7 +35,7 @@ def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = 
     """Join the other ranks, then :func:`train`, or :func:`dry_run`: the command once its config is loaded. Returns the exit code."""
     if config.train.deterministic:
         make_deterministic()
-    world = init_world(config.distributed.collective_timeout, None if dry else Path(config.output_dir))
+    world = init_world(config.distributed.collective_timeout, None if dry else config.folder)
     with stop if has_agent() and not dry else nullcontext():
         code = dry_run(config, world) if dry else train(config, world, stop, recipe)
     disconnect()
@@ -88,6 +87,10 @@ def train_to_the_end(run: Run) -> bool:
         stopping = complete_step(run, stopping)
     with stage("finishing the checkpoint"):
         run.saver.finish()
+    if run.mirror:
+        limit, still = run.config.checkpoint.retry_seconds if stopping else None, partial(run.heartbeat.still, "uploading")
+        with stage(f"uploading to {run.config.output_dir}"):
+            stopping |= not run.mirror.finish(run.agreement, lambda: run.stop.received != 0, still, limit)
     if stopping:
         run.raise_failure()
         run.log.say(f"stopped by a signal at step {run.step}: the same command resumes from here")
@@ -116,6 +119,8 @@ def training_step(run: Run) -> Batch:
         run.heartbeat.at(step, "training")
 
     with recording() as metrics:
+        if run.mirror:
+            record("upload_backlog_mib", run.mirror.backlog / 2**20, reduce="sum")
         result = train_step(run.train_state, next_batch, lr, run.config.seed, before_forward, lambda: settle_step(run))
     run.step, run.unsettled = step, (step, result, metrics)
     if not result.taken.late or step == run.first_step + 1:

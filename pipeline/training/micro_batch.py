@@ -59,11 +59,11 @@ def _begun_with(config: Config, recorded: int | None) -> list[int | str | None]:
     A start that was stopped before its first checkpoint counts if it left its choice to ``auto`` in the same run: what is begun again
     then repeats it.
     """
-    last = (earlier_starts(Path(config.output_dir)) or [{}])[-1]
+    last = (earlier_starts(config.folder) or [{}])[-1]
     if recorded:
         return [recorded, last.get("device")]
     with suppress(UserError):
-        if AUTO_REASON in last and config_hash(load_config(Path(config.output_dir) / CONFIG)) == config_hash(config):
+        if AUTO_REASON in last and config_hash(load_config(config.folder / CONFIG)) == config_hash(config):
             return [last.get("micro_batch_size"), last.get("device")]
     return [None, None]
 

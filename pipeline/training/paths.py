@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.checkpoint.bucket import RunStore
 from pipeline.checkpoint.folder import check_source, saved_steps
 from pipeline.config import Config
 from pipeline.errors import UserError
+from pipeline.logs.console import is_first_process
 from pipeline.models.registry import is_timm
 from pipeline.shards.mixed_set import of_mix
 from pipeline.shards.shard_set import check_shards
-from pipeline.stores.place import parse_place
+from pipeline.stores.place import RemotePath, parse_place
 
 
-def check_paths(config: Config) -> None:
-    """Check that shards, first weights and teacher are where the config says; what is in a store is left to the start.
+def check_paths(config: Config, look_only: bool = False) -> None:
+    """Check that shards, first weights and teacher are where the config says, what of the data is in a store is left to the start, and
+    that a store of the run can be used.
+
+    Args:
+        look_only: write nothing there.
 
     Raises:
-        UserError: one is missing.
+        UserError: one is missing or refused.
     """
+    begun = bool(saved_steps(config.folder))
+    if isinstance(place := parse_place(config.output_dir), RemotePath):
+        store = RunStore(place)
+        begun |= not is_first_process() or store.check_access(write=not look_only)
     check_shards(parse_place(config.data.path))
     for path in config.data.mix:
         try:
@@ -26,7 +36,7 @@ def check_paths(config: Config) -> None:
         except UserError as error:
             raise of_mix(error) from None
     train = config.train
-    if saved_steps(Path(config.output_dir)):
+    if begun:
         return  # the run goes on with its own weights; its teacher may be gone if nothing is left to train
     if train.init_from and not is_timm(train.init_from):
         check_source(Path(train.init_from), key="train.init_from ", otherwise=", or null to train from random weights")

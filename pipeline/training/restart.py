@@ -78,7 +78,7 @@ def _place(step: int | None) -> str:
 
 
 def main() -> int:
-    return answer("pipeline.training.restart", __doc__, lambda path, words: load_config(path, words).output_dir)
+    return answer("pipeline.training.restart", __doc__, lambda path, words: str(load_config(path, words).folder))
 
 
 def answer(program: str, description: str | None, run_folder: Callable[[Path, list[str]], str]) -> int:

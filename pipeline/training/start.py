@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
 from pipeline.checkpoint.folder import sweep
 from pipeline.checkpoint.loading import Verified, newest_intact
 from pipeline.checkpoint.manifest import RunState
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.saver import Saver
 from pipeline.cluster.agreement import Agreement, do_in_main
 from pipeline.cluster.environment import StopSignal
@@ -36,7 +36,7 @@ from pipeline.stream.samples import images_per_epoch
 from pipeline.stream.schedule import Schedule, make_schedule
 from pipeline.training.building import Settled, build, settle, training_loader
 from pipeline.training.compiling import GRAPHS, Compilation
-from pipeline.training.folder import RunLock, check_same_data, check_same_run, open_run_folder
+from pipeline.training.folder import RunLock, check_same_data, check_same_run, open_mirror, open_run_folder
 from pipeline.training.state import Run
 
 
@@ -83,23 +83,29 @@ class Start:
 
     def __init__(self, config: Config, world: World, look_only: bool = False) -> None:
         self.config, self.world, self.look_only = config, world, look_only
-        self.folder = Path(config.output_dir)
+        self.folder = config.folder
 
     def open_run(self, stop: StopSignal, heartbeat: Heartbeat, recipe: Recipe | None = None) -> Run | None:
         """Start the run, or resume it from its newest intact checkpoint; None if nothing is left to train. Collective.
         ``recipe``: what the config is made from, to say where they differ; None: unknown."""
         data = self.open_data()
-        lock = open_run_folder(self.folder, self.world)
+        lock, mirror = open_run_folder(self.folder, self.world), None
         try:
+            mirror = open_mirror(self.config, self.world, lock)
             prepared = self.prepare(data)
             if prepared:
-                run = _open(prepared, self.world, stop, heartbeat, lock)
+                run = _open(prepared, self.world, stop, heartbeat, lock, mirror)
                 _introduce(run, prepared, recipe)
                 return run
+            if mirror:
+                mirror.start()
+                mirror.close(self.config.checkpoint.retry_seconds)
             if lock:
                 lock.release()
             return None
         except UserError:
+            if mirror:
+                mirror.close()
             if lock:
                 lock.abandon()
             raise
@@ -139,12 +145,14 @@ class Start:
         return PreparedRun(settled, data, before, *build(settled, self.world, data.train_set.classes, verified))
 
 
-def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Heartbeat, lock: RunLock | None) -> Run:
+def _open(
+    prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Heartbeat, lock: RunLock | None, mirror: Mirror | None
+) -> Run:
     """Open the log and the loaders: from here on the run writes. Collective."""
     say_once(world, "opening the loaders and the log")
     settled, data, before, train_state = prepared.settled, prepared.data, prepared.before, prepared.train_state
     config, step, last_step = settled.config, prepared.step, data.schedule.last_step
-    folder = Path(config.output_dir)
+    folder = config.folder
     number = write_run_files(config, world, step + 1, str(settled.precision), settled.micro_batch_reason)
     events, agreement = RunEvents(folder, world), Agreement(config.distributed.collective_timeout)
     events.start(step, number=number, last_step=last_step, world_size=world.size, zero_stage=settled.zero_stage)
@@ -174,7 +182,8 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         loader=training_loader(data.train_set, settled, world, step, train_state.engine.module),
         val_loader=evaluation_loader(data.val_set, config, world),
         agreement=agreement,
-        saver=Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),
+        saver=Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving"), mirror),
+        mirror=mirror,
         log=RunLog(config, world, step, data.schedule, flops_per_image, known, store),
         events=events,
         samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
@@ -186,6 +195,8 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         best=before.best if before else None,
         evaluation_due=before.evaluation_due if before else False,
     )
+    if mirror:
+        mirror.start()
     if prepared.first_maps is not None:
         run.log.image(pictures.PHI, pictures.map_grid(prepared.first_maps), step)
     return run

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.manifest import RunState
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.saver import Saver
 from pipeline.cluster.agreement import Agreement
 from pipeline.cluster.environment import StopSignal
@@ -53,6 +54,7 @@ class Run:
     val_loader: Loader[EvalBatches]
     agreement: Agreement
     saver: Saver
+    mirror: Mirror | None  # where the run is in a store
     log: RunLog
     events: RunEvents
     samples: SampleLog | None
@@ -68,21 +70,28 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return Path(self.config.output_dir)
+        return self.config.folder
 
     def exchange_status(self) -> bool:
         """Exchange status with all ranks, once per step or evaluation batch; publish a checkpoint that all have written. Collective.
 
-        Returns whether all stop: some rank has received a signal, or its loader has failed ahead of time (:meth:`raise_failure`).
+        Returns whether all stop: some rank has received a signal, or has a :attr:`failure`.
         """
-        stop = self.stop.received != 0 or self.loader.failure is not None
-        agreed = self.agreement.exchange(stop, self.saver.failed, self.saver.written)
+        stop = self.stop.received != 0 or self.failure is not None
+        agreed = self.agreement.exchange(stop, self.saver.failed, self.saver.written, self.mirror.sent if self.mirror else 0)
         self.saver.settle(agreed)
+        if self.mirror:
+            self.mirror.settle(agreed.sent)
         return agreed.stop != 0
 
+    @property
+    def failure(self) -> UserError | None:
+        """What this rank's loader failed with ahead of time, or why the run may not write to its store any more."""
+        return self.loader.failure or (self.mirror.failure if self.mirror else None)
+
     def raise_failure(self) -> None:
-        """Raise, on all ranks, what a rank's loader failed with ahead of time, if one did. Collective."""
-        failure = self.loader.failure
+        """Raise, on all ranks, a rank's :attr:`failure`, if one has any. Collective."""
+        failure = self.failure
         found = [said for said in self.world.gather([failure.exit_code, str(failure)] if failure else None) if said]
         if found:
             code, sentence = max(found)
@@ -119,6 +128,8 @@ class Run:
                 parts.enter_context(suppress(Exception))  # another one would hide the error that matters
             elif self.lock:
                 parts.callback(self.lock.release)
+            if self.mirror:  # after all that writes files
+                parts.callback(self.mirror.close, *([self.config.checkpoint.retry_seconds] if error is None else []))
             parts.callback(setattr, self.train_state, "captured", None)  # NCCL's groups cannot end before
             parts.callback(self.profiler.close if error is None else self.profiler.abandon)
             for part in (self.samples, self.log, self.val_loader, self.loader):

@@ -16,27 +16,30 @@ import termios
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.bucket import fetched
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, missing_extra
+from pipeline.stores.place import place_argument
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _REFRESH = 1.0  # seconds
+_COPY = 10.0  # seconds between two copies of what has changed in a store
 
 
 def main() -> None:
     parser = command_parser("pipeline.watch", __doc__)
     several = "a run's output_dir; several runs are shown one per line"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=several)
+    parser.add_argument("runs", nargs="+", type=place_argument, metavar="RUN", help=several)
     parser.add_argument("--once", action="store_true", help="print the current state, as without a terminal, and exit")
     args = parser.parse_args()
-    for path in args.runs:
+    paths = [fetched(run, weights=False) for run in args.runs]
+    for path in paths:
         if path.exists() and not path.is_dir():
             raise UserError(f"{path} must be a run folder, got a file", "pass a run's output_dir")
     try:
@@ -46,16 +49,22 @@ def main() -> None:
         raise missing_extra("pipeline.watch", "Rich", "insight", error=error) from None
     from pipeline.watch import screen
 
-    console, runs = Console(), [screen.LiveRun(path) for path in args.runs]
+    console, runs, copied = Console(), [screen.LiveRun(path) for path in paths], time.monotonic()
 
     def now() -> RenderableType:
+        nonlocal copied
+        if time.monotonic() - copied > _COPY:
+            with suppress(UserError, OSError):  # a store that is away: what was copied stays
+                for source in args.runs:
+                    fetched(source, weights=False)
+            copied = time.monotonic()
         for run in runs:
             run.look()
         return screen.page(runs[0], console) if len(runs) == 1 else screen.table(runs)
 
     stays = not args.once and console.is_terminal
-    if not stays and not any(path.exists() for path in args.runs):
-        names = " and ".join(f"{path}" for path in args.runs)
+    if not stays and not any(path.exists() for path in paths):
+        names = " and ".join(f"{path}" for path in paths)
         missing = f"{names} {'does' if len(args.runs) == 1 else 'do'} not exist"
         raise UserError(missing, "correct the name, or wait until the run has begun")
     if stays:

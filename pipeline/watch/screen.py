@@ -149,7 +149,8 @@ def _lines(run: LiveRun, state: State, width: int, unicode: bool) -> list[tuple[
     if run.checkpoints:
         more = ", another is being written" if run.saving and state.alive else ""
         newest = f"{counted(len(run.checkpoints), 'checkpoint')}, the newest of step {run.checkpoints[-1].step:,}"
-        lines.append(("saved", Text(newest + more)))
+        left = run.row.get("upload_backlog_mib") or 0.0
+        lines.append(("saved", Text(newest + more + (f", {left:,.1f} MiB are not in the store yet" if left else ""))))
     return [*lines, *(("problem", Text(problem, style="red")) for problem in run.problems)]
 
 

@@ -37,6 +37,7 @@ class Fault:
         cut_after: close the connection after so many bytes of the body.
         short_by: a complete answer that lacks so many bytes of the body at its end.
         flip: change the body's last byte.
+        lose: pass on a request that lacks so many bytes of its body, as if that were all.
     """
 
     delay: float = 0.0
@@ -45,6 +46,7 @@ class Fault:
     cut_after: int | None = None
     short_by: int = 0
     flip: bool = False
+    lose: int = 0
 
 
 class HttpProxy:
@@ -108,6 +110,9 @@ class HttpProxy:
                     continue
                 if upstream is None:
                     upstream = await asyncio.open_connection("127.0.0.1", self._upstream, limit=_LONGEST_HEAD * 8)
+                if fault.lose:
+                    body = body[: max(0, len(body) - fault.lose)]
+                    head = re.sub(rb"(?i)(content-length:\s*)\d+", b"\\g<1>%d" % len(body), head)
                 upstream[1].write(head + body)
                 if await self._answer(upstream[0], writer, fault, method == b"HEAD"):
                     upstream[1].close()

@@ -44,13 +44,13 @@ class Job:
         missing: int = 0,
         stdin: str = "",
         folder: Path = REPOSITORY,
-        **environment: str | None,
+        **environment: str | list[str] | None,
     ) -> None:
         """``missing`` more ranks are of the job, but somebody else starts them, or nobody.
 
         Args:
             folder: where the processes run.
-            environment: variables more than usual, or others; None: not that one.
+            environment: variables more than usual, or others; a list has a value for each rank; None: not that one.
         """
         self.world_size, self.started = world_size, time.time()
         self._folder = Path(tempfile.mkdtemp(dir=_logs().name))
@@ -65,7 +65,7 @@ class Job:
                 "module": module,
                 "arguments": [str(argument) for argument in arguments],
                 "environment": {
-                    name: str(value)
+                    name: str(value[rank] if isinstance(value, list) else value)
                     for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank, **environment}.items()
                     if value is not None
                 },
@@ -166,7 +166,7 @@ def run_forked(
     check: bool = True,
     stdin: str = "",
     folder: Path = REPOSITORY,
-    **environment: str,
+    **environment: str | list[str],
 ) -> subprocess.CompletedProcess:
     """As ``launching.run_module``, without the launcher and without importing everything in each process: five seconds less.
 
