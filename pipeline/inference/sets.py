@@ -4,6 +4,8 @@
 synsets (Recht et al., 2019); ``a``, ``r``: 200 classes, of whose scores the best counts (Hendrycks et al., 2021); ``sketch``: drawings.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable, Sequence
