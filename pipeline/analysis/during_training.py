@@ -14,15 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.analysis.attention import AttentionChapter
-from pipeline.analysis.measures import (
-    AttentionDistance,
-    Collector,
-    add_over_ranks,
-    look,
-    nonlocality,
-    plain,
-    unit_distances,
-)
+from pipeline.analysis.measures import AttentionDistance, Collector, add_over_ranks, look, nonlocality, plain, unit_distances
 from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.loader.loader import Batch

@@ -233,10 +233,7 @@ class QueryMaps(Collector):
 
 @torch.no_grad()
 def run_pass(
-    forward: Callable[[Tensor], object],
-    loader: Loader[EvalBatches],
-    world: World,
-    collectors: Sequence[Collector],
+    forward: Callable[[Tensor], object], loader: Loader[EvalBatches], world: World, collectors: Sequence[Collector]
 ) -> int:
     """One pass over the loader's set. Collective. Returns the images seen by all ranks.
 
