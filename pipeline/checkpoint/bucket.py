@@ -151,8 +151,8 @@ class RunStore:
             first = [found[0] for text in texts if (found := re.search(rb'"started": "[^"]*"', text))]
             if len({*first}) > 1:
                 remedy = "move the folder away if the run in the store is to go on, or choose another output_dir"
-                two = f"{self.place} and the folder in which it is kept on this machine, {run_dir}"
-                raise UserError(f"{two}, are of two runs", remedy)
+                problem = f"{self.place} and the folder in which it is kept on this machine, {run_dir}, are of two runs"
+                raise UserError(problem, remedy)
         there, steps = self.newest(listing), [n for n in saved_steps(run_dir) if folders.is_intact(step_folder(run_dir, n))]
         if steps and (not there or there.state.step <= steps[-1]):
             here = CheckpointManifest.read(step_folder(run_dir, steps[-1]))

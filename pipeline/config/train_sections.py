@@ -189,8 +189,8 @@ class OptimConfig(Section):
 
 def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> int:
     """Micro-batches per rank and optimizer step: global batch size / (micro-batch size * world size). A micro-batch must be a
-    multiple of ``unit`` (``config.augment.unit``). Raises UserError: the batch sizes do not divide; the message shows the
-    arithmetic and values that work."""
+    multiple of ``unit`` (``config.augment.unit``), which the suggested values respect. Raises UserError: the batch sizes do not
+    divide; the message shows the arithmetic and values that work."""
     global_batch, micro = train.global_batch_size, train.micro_batch
     per_pass = micro * world_size
     if global_batch % per_pass:
