@@ -45,9 +45,8 @@ def main() -> None:
     add("--json", type=Path, metavar="FILE", help="also write the result to this file")
     add("--predictions", type=Path, metavar="FILE", help=rows)
     args = parser.parse_args()
-    args.checkpoint = place_argument(
-        args.checkpoint
-    )  # no type above: argparse would take a positional that is left out for one
+    # No type above: argparse would take a positional that is left out for one.
+    args.checkpoint = place_argument(args.checkpoint)
     run(args)
 
 

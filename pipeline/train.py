@@ -13,8 +13,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.command_line import run_command
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
 
 _KEYS = """pervit config lists all keys with their defaults; pervit models lists the models, and with a
 model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any process: all save what they have trained and exit with code 75."""
@@ -45,7 +49,6 @@ def main() -> int:
         from pipeline.config import load_config, load_recipe
         from pipeline.logs import console
         from pipeline.models.registry import check_name
-        from pipeline.training.paths import check_paths
 
         console.outlive_the_terminal()
         console.install()
@@ -59,6 +62,41 @@ def main() -> int:
             from pipeline.training.loop import connect_and_train
 
         return connect_and_train(config, stop, load_recipe(args.config), args.dry_run)
+
+
+def check_paths(config: Config, look_only: bool) -> None:
+    """Check, before PyTorch is loaded, that shards, first weights and teacher are where the config says, except what of the data is
+    in a store, and that a store of the run can be used; ``look_only``: write nothing there. Raises UserError: one is missing or
+    refused."""
+    from pipeline.checkpoint.bucket import RunStore
+    from pipeline.checkpoint.folder import check_source, saved_steps
+    from pipeline.errors import UserError
+    from pipeline.logs.console import is_first_process
+    from pipeline.models.registry import is_timm
+    from pipeline.shards.mixed_set import of_mix
+    from pipeline.shards.shard_set import check_shards
+    from pipeline.stores.place import RemotePath, parse_place
+
+    begun = bool(saved_steps(config.folder))
+    if isinstance(place := parse_place(config.output_dir), RemotePath):
+        store = RunStore(place)
+        begun |= not is_first_process() or store.check_access(write=not look_only)
+    check_shards(parse_place(config.data.path))
+    for path in config.data.mix:
+        try:
+            check_shards(parse_place(path))
+        except UserError as error:
+            raise of_mix(error) from None
+    train = config.train
+    if begun:
+        return  # the run goes on with its own weights; its teacher may be gone if nothing is left to train
+    if train.init_from and not is_timm(train.init_from):
+        check_source(Path(train.init_from), key="train.init_from ", otherwise=", or null to train from random weights")
+    if train.teacher_weights and not Path(train.teacher_weights).is_file():
+        problem = f"train.teacher_weights {train.teacher_weights} does not exist"
+        raise UserError(problem, "pass a file with the teacher's weights")
+    if train.teacher and not train.teacher_weights:
+        check_source(Path(train.teacher), key="train.teacher ")
 
 
 command = partial(run_command, main)

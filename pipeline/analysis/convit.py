@@ -15,11 +15,7 @@ from torch import Tensor
 from pipeline.analysis.attention import GridChapter
 from pipeline.analysis.chapter import Example, Findings, Plot, Request, figure
 from pipeline.analysis.maps import map_figure
-from pipeline.analysis.measures import (
-    QueryMaps,
-    mean_attention_distance,
-    query_key_distances,
-)
+from pipeline.analysis.measures import QueryMaps, mean_attention_distance, query_key_distances
 from pipeline.analysis.style import layer_plot, numbers
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import ViTLayout

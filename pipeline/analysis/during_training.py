@@ -14,15 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.analysis.attention import AttentionChapter
-from pipeline.analysis.measures import (
-    AttentionDistance,
-    Collector,
-    add_over_ranks,
-    look,
-    nonlocality,
-    plain,
-    unit_distances,
-)
+from pipeline.analysis.measures import AttentionDistance, Collector, add_over_ranks, look, nonlocality, plain, unit_distances
 from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.loader.loader import Batch
@@ -55,11 +47,8 @@ class _OfWeights(Collector):
 
 
 class FirstImages:
-    """Looks at the first images of an evaluation, :data:`IMAGES` unless ``count`` says how many. Called with each of its batches, on all ranks alike.
-
-    Args:
-        forward: (B, 3, H, W) -> anything; in eval mode.
-    """
+    """Looks at the first images of an evaluation, :data:`IMAGES` unless ``count`` says how many. Called with each of its
+    batches, on all ranks alike. ``forward``: (B, 3, H, W) -> anything; in eval mode."""
 
     def __init__(self, forward: Callable[[Tensor], object], image_size: int, world: World, count: int | bool = True) -> None:
         grid = patch_grid(image_size, image_size)

@@ -233,16 +233,10 @@ class QueryMaps(Collector):
 
 @torch.no_grad()
 def run_pass(
-    forward: Callable[[Tensor], object],
-    loader: Loader[EvalBatches],
-    world: World,
-    collectors: Sequence[Collector],
+    forward: Callable[[Tensor], object], loader: Loader[EvalBatches], world: World, collectors: Sequence[Collector]
 ) -> int:
-    """One pass over the loader's set. Collective. Returns the images seen by all ranks.
-
-    Args:
-        forward: images (B, 3, H, W) -> anything; a model in eval mode, not compiled.
-    """
+    """One pass of ``forward``, images (B, 3, H, W) -> anything, a model in eval mode and not compiled, over the loader's set.
+    Collective. Returns the images seen by all ranks."""
     count = torch.zeros((), dtype=torch.float64, device=world.device)
     for _ in Progress(len(loader.batches), "analyzing", "batches", world.is_main):
         batch = next(loader)

@@ -56,20 +56,15 @@ class Subject:
 
 def read_subject(source: str, step: int | str | None = None, seed: int = 0) -> Subject:
     """Read a run folder, one of its checkpoints or an exported file, or build the model of that name with fresh weights.
-
-    Raises:
-        UserError: neither a path nor a model's name; damaged; weights not finite; a step of fresh weights.
-    """
+    Raises UserError: neither a path nor a model's name; damaged; weights not finite; a step of fresh weights."""
     path = Path(source)
     if is_path(source):
         trained = read_trained(path, step)
         origin = {"checkpoint": source, "step": trained.step, "weights": trained.kind}
         return Subject(trained.build_model(), trained.config, trained.classes, origin)
     if not is_timm(source) and source not in list_models():
-        raise UserError(
-            f"{source} is neither a file or folder nor a model",
-            f"pass a run folder, an exported file, or one of {', '.join(list_models())}",
-        )
+        remedy = f"pass a run folder, an exported file, or one of {', '.join(list_models())}"
+        raise UserError(f"{source} is neither a file or folder nor a model", remedy)
     if step is not None:
         raise UserError(f"--step is {step}, but {source} is a model with fresh weights", "leave it out, or pass a run folder")
     entry = model_entry(source)
@@ -99,10 +94,7 @@ class Options:
 
 def analyze(subjects: Sequence[Subject], options: Options) -> None:
     """Analyze models and write the result: of several, each in a folder of its own, and a page that compares them. Collective.
-
-    Raises:
-        UserError: the images are not there or not a model's, or nothing that was asked for applies.
-    """
+    Raises UserError: the images are not there or not a model's, or nothing that was asked for applies."""
     if len(subjects) == 1:
         _plan(subjects[0], options)(init_world())
         disconnect()
@@ -200,11 +192,8 @@ def findings_of(chapters: Sequence[Chapter]) -> Findings:
 
 
 def check_names(only: Sequence[str], findings: Findings, model: str) -> None:
-    """Check the names given to ``--only``. Args: findings: of the weights.
-
-    Raises:
-        UserError: the model has no figure of that name, whether the name is wrong or another family's.
-    """
+    """Check the names given to ``--only`` by the findings of the weights. Raises UserError: the model has no figure of that
+    name, whether the name is wrong or another family's."""
     known = [*(plot.name for plot in findings.plots), *findings.omitted]
     for name in only:
         if not any(_is_of(figure, name) or _is_of(name, figure) for figure in known):
@@ -213,11 +202,8 @@ def check_names(only: Sequence[str], findings: Findings, model: str) -> None:
 
 
 def restrict(findings: Findings, only: Sequence[str]) -> Findings:
-    """The findings with the named figures alone; the numbers stay. Empty ``only``: all.
-
-    Raises:
-        UserError: none of them applies.
-    """
+    """The findings with the named figures alone; the numbers stay. Empty ``only``: all. Raises UserError: none of them
+    applies."""
     if not only:
         return findings
     plots = [plot for plot in findings.plots if any(_is_of(plot.name, name) for name in only)]
@@ -235,11 +221,7 @@ def needs_images(findings: Findings, only: Sequence[str]) -> bool:
 
 
 def check_query(request: Request) -> None:
-    """Check that the query is inside the model's grid of patches.
-
-    Raises:
-        UserError: it is not, or no figure of the model has a query.
-    """
+    """Check that the query is inside the model's grid of patches. Raises UserError: it is not, or no figure has a query."""
     query, size = request.query, request.image_size
     if query is None:
         return

@@ -43,11 +43,7 @@ _RC = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of all figures, while they are drawn and while they are written.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """The look of all figures, while they are drawn and written. Raises UserError: matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

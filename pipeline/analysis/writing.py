@@ -60,11 +60,8 @@ def _facts(result: dict[str, Any]) -> dict[str, str]:
 
 
 def prepare_output(folder: Path) -> None:
-    """Create the folder and check, before the work begins, that figures can be drawn and files be written to it.
-
-    Raises:
-        UserError: they cannot; matplotlib is not installed.
-    """
+    """Create the folder and check, before the work begins, that figures can be drawn and files be written to it. Raises
+    UserError: they cannot; matplotlib is not installed."""
     with style():
         pass
     if folder.exists() and not folder.is_dir():

@@ -150,10 +150,9 @@ class RunStore:
             texts = bytes(self.store.fetch(starts).data), (run_dir / starts).read_bytes()
             first = [found[0] for text in texts if (found := re.search(rb'"started": "[^"]*"', text))]
             if len({*first}) > 1:
-                raise UserError(
-                    f"{self.place} and the folder in which it is kept on this machine, {run_dir}, are of two runs",
-                    "move the folder away if the run in the store is to go on, or choose another output_dir",
-                )
+                remedy = "move the folder away if the run in the store is to go on, or choose another output_dir"
+                problem = f"{self.place} and the folder in which it is kept on this machine, {run_dir}, are of two runs"
+                raise UserError(problem, remedy)
         there, steps = self.newest(listing), [n for n in saved_steps(run_dir) if folders.is_intact(step_folder(run_dir, n))]
         if steps and (not there or there.state.step <= steps[-1]):
             here = CheckpointManifest.read(step_folder(run_dir, steps[-1]))
@@ -197,15 +196,9 @@ def find_source(source: str | os.PathLike[str], step: int | str | None = None) -
 
 
 def fetched(source: str | os.PathLike[str], step: int | str | None = None, weights: bool = True) -> Path:
-    """A command's path of a run, or of one of its checkpoints. If it is in a store, a copy in the user's cache, brought up to date.
-
-    Args:
-        step: the checkpoint whose parts are copied, as for ``find_step``; of the others there are the manifests.
-        weights: False: copy no parts.
-
-    Raises:
-        UserError: there is no such run or checkpoint, or the store cannot be read.
-    """
+    """A command's path of a run, or of one of its checkpoints. If it is in a store, a copy in the user's cache, brought up to
+    date: the parts of the checkpoint of ``step``, as for ``find_step``, unless ``weights`` is False, and the manifests of all.
+    Raises UserError: there is no such run or checkpoint, or the store cannot be read."""
     if not is_remote(source):
         return Path(source)
     place = RemotePath(os.fspath(source))

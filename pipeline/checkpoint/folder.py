@@ -78,11 +78,8 @@ def locate(path: Path) -> tuple[Path, int | None]:
 
 
 def find_step(run_dir: Path, step: int | str | None = None) -> int:
-    """The step of an existing checkpoint, else a ``UserError``.
-
-    Args:
-        step: None: the newest; ``best``: the one with the best top-1, as the newest readable one records; else this one.
-    """
+    """The step of an existing checkpoint, else a ``UserError``. ``step`` None: the newest; ``best``: the one with the best
+    top-1, as the newest readable one records; else this one."""
     steps = saved_steps(run_dir)
     if not steps:
         got = f"no {FOLDER}/step-*" if run_dir.is_dir() else "no such folder"
@@ -109,25 +106,21 @@ def is_path(source: str) -> bool:
 
 
 def check_source(source: Path, step: int | str | None = None, key: str = "", otherwise: str = "") -> None:
-    """Check, before PyTorch is loaded, that a trained model can be at a path: a run, one of its checkpoints, a file or timm's folder.
+    """Check, before PyTorch is loaded, that a trained model can be at a path: a run, one of its checkpoints, a file or timm's
+    folder. Raises UserError: there is nothing, or a folder that is none of these.
 
     Args:
         step: of a run, as for :func:`find_step`.
         key: what names the path, for messages, with a space at its end.
         otherwise: what else the remedy of a path that does not exist names.
-
-    Raises:
-        UserError: there is nothing, or a folder that is none of these.
     """
     run_dir, _ = locate(source)
     if source.is_file() or is_timm_folder(source):
         return
     if not run_dir.exists():
         if str(source) in list_models():
-            raise UserError(
-                f"{key}{source} is the name of a model, not of a trained one: it has no weights",
-                "pass a run's output_dir, one of its checkpoints, or an exported file",
-            )
+            remedy = "pass a run's output_dir, one of its checkpoints, or an exported file"
+            raise UserError(f"{key}{source} is the name of a model, not of a trained one: it has no weights", remedy)
         raise UserError(f"{key}{source} does not exist", f"pass a run folder or a file with weights{otherwise}")
     find_checkpoint(source, step)
 

@@ -100,11 +100,8 @@ class Mirror:
         return bool(self._current or self._waiting or self._published < self._ordered)
 
     def add(self, manifest: CheckpointManifest, part: FileRecord | None, path: Path, descriptor: int | None) -> None:
-        """Take a save that all ranks have written. On all ranks, at the same step.
-
-        Args:
-            part: of this rank, in a file that had this path when it was opened; None: it has none.
-        """
+        """Take a save that all ranks have written, with the ``part`` of this rank, if it has one, in a file that had this path
+        when it was opened. On all ranks, at the same step."""
         save = _Save(manifest, part, descriptor, path if self.apart else None)
         if self._lock and self._current and not self._waiting:
             place = self._store.place
@@ -130,15 +127,12 @@ class Mirror:
     def finish(
         self, agreement: Agreement, stop: Callable[[], bool], waiting: Callable[[], None], seconds: float | None
     ) -> bool:
-        """Wait until every checkpoint is in the store. Collective.
+        """Wait until every checkpoint is in the store; returns whether all is there. Collective.
 
         Args:
             stop: whether a signal asks this rank to end.
             waiting: called repeatedly meanwhile.
             seconds: how long at most; None: until it is done or a rank has to stop.
-
-        Returns:
-            Whether all is there.
         """
         began = time.monotonic()
         while agreement.ask(self.busy):

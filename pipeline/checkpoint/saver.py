@@ -122,11 +122,8 @@ class Saver:
         self.stall_seconds = time.perf_counter() - began
 
     def settle(self, agreed: Agreed) -> None:
-        """Publish a save that every rank has written, or fail on all ranks. Call once per step. Collective.
-
-        Raises:
-            UserError: a rank cannot write its part.
-        """
+        """Publish a save that every rank has written. Call once per step. Collective. Raises UserError on every rank: one cannot
+        write its part."""
         if agreed.save_failed:
             self._fail_on_all()
         if self._saving and agreed.written >= self.started:

@@ -64,9 +64,8 @@ class Agreement:
         self._every = every or max(1, dist.get_world_size() // _RANKS_PER_CALL)
         self._calls = 0
         self._work: dist.Work | None = None
-        self._values = torch.zeros(
-            4, dtype=torch.int64
-        )  # stop, save_failed, -written, -sent: the maximum of these is their minimum
+        # stop, save_failed, -written, -sent: the maximum of these is their minimum
+        self._values = torch.zeros(4, dtype=torch.int64)
         self._agreed = Agreed(0, False, 0)
         try:
             self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
@@ -75,11 +74,8 @@ class Agreement:
             raise UserError(f"the ranks cannot connect over gloo ({first_line(error)})", remedy) from None
 
     def exchange(self, stop: int = 0, save_failed: bool = False, written: int = 0, sent: int = 0) -> Agreed:
-        """Exchange this rank's status, with the meanings of :class:`Agreed`. Collective.
-
-        Returns:
-            The status of all ranks at the all-reduce before the newest one; at first, that nothing has happened.
-        """
+        """Exchange this rank's status, with the meanings of :class:`Agreed`. Collective. Returns that of all ranks at the
+        all-reduce before the newest one; at first, that nothing has happened."""
         if self._calls % self._every == 0:
             self._wait()
             highest_stop, any_failed, fewest_written, fewest_sent = self._values.tolist()

@@ -128,11 +128,8 @@ def _texts(tree: Any) -> Iterator[str]:
 
 
 def section_from_dict(section: type[AnySection], values: Mapping[str, Any], key: str) -> AnySection:
-    """Validate a section outside the :class:`Config` tree, such as a model family's switches. Raises UserError: the first problem found.
-
-    Args:
-        key: the dotted key that holds the values in a config, for error messages.
-    """
+    """Validate a section outside the :class:`Config` tree, such as a model family's switches. Raises UserError: the first
+    problem found; it names ``key``, the dotted key that holds the values in a config."""
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:

@@ -210,11 +210,8 @@ def _lines(text: str) -> list[str]:
 
 @cache
 def read_tables(file: Path) -> dict[str, PaperTable]:
-    """The tables of a file by name.
-
-    Raises:
-        UserError: a row that is a config has no base, a key is unknown, or a name is taken or not its table's.
-    """
+    """The tables of a file by name. Raises UserError: a row that is a config has no base, a key is unknown, or a name is taken
+    or not its table's."""
     try:
         page = parse_text(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -252,9 +249,8 @@ def _check_row(file: Path, table: str, cells: dict[str, Any], taken: set[str]) -
             raise UserError(f"{place}: {given[0]} requires a name, got none", "name the row, or leave it out")
         return
     if "base" not in cells or "config" in cells:
-        raise UserError(
-            f"{place} must have a base and no config, got {', '.join(cells)}", "name the config that it begins from as base"
-        )
+        problem = f"{place} must have a base and no config, got {', '.join(cells)}"
+        raise UserError(problem, "name the config that it begins from as base")
     if not name.startswith(f"{table}_"):
         raise UserError(f"{place}: the name must begin with {table}_, got {name}", "rename it")
     if name in taken:

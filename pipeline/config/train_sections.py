@@ -97,11 +97,7 @@ class TrainConfig(Section):
 
     @property
     def micro_batch(self) -> int:
-        """``micro_batch_size`` as a number.
-
-        Raises:
-            UserError: it is "auto", which the start of a training settles.
-        """
+        """``micro_batch_size`` as a number. Raises UserError: it is "auto", which the start of a training settles."""
         if isinstance(self.micro_batch_size, str):
             raise UserError("train.micro_batch_size must be a number here, got auto, which only a training settles", "set one")
         return self.micro_batch_size
@@ -192,39 +188,27 @@ class OptimConfig(Section):
 
 
 def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> int:
-    """Micro-batches per rank and optimizer step: global batch size / (micro-batch size * world size).
-
-    Args:
-        unit: a micro-batch must be a multiple of this (``config.augment.unit``); the suggested values respect it.
-
-    Raises:
-        UserError: the batch sizes do not divide; the message shows the arithmetic and values that work.
-    """
+    """Micro-batches per rank and optimizer step: global batch size / (micro-batch size * world size). A micro-batch must be a
+    multiple of ``unit`` (``config.augment.unit``), which the suggested values respect. Raises UserError: the batch sizes do not
+    divide; the message shows the arithmetic and values that work."""
     global_batch, micro = train.global_batch_size, train.micro_batch
     per_pass = micro * world_size
     if global_batch % per_pass:
-        raise UserError(
-            f"train.global_batch_size must be a multiple of train.micro_batch_size {micro} x {counted(world_size, 'process')} = {per_pass}, got "
-            f"{global_batch} ({global_batch} / {per_pass} = {global_batch / per_pass:.4g} accumulation steps)",
-            _remedy(global_batch, micro, world_size, unit),
-        )
+        must = f"must be a multiple of train.micro_batch_size {micro} x {counted(world_size, 'process')} = {per_pass}"
+        got = f"{global_batch} ({global_batch} / {per_pass} = {global_batch / per_pass:.4g} accumulation steps)"
+        raise UserError(f"train.global_batch_size {must}, got {got}", _remedy(global_batch, micro, world_size, unit))
     return global_batch // per_pass
 
 
 def fitting_micro_batches(train: TrainConfig, world_size: int, unit: int = 1) -> list[int]:
-    """The micro-batch sizes that a run may have on so many processes, ascending; for the arguments see :func:`accumulation_steps`.
-
-    Raises:
-        UserError: there are none.
-    """
+    """The micro-batch sizes that a run may have on so many processes, ascending; for the arguments see
+    :func:`accumulation_steps`. Raises UserError: there are none."""
     global_batch, whole = train.global_batch_size, unit * world_size
     if global_batch % whole:
         of_units = f" in groups of {unit} images (augment.mix_group)" if unit > 1 else ""
-        raise UserError(
-            f"train.global_batch_size must be a multiple of {whole} for {world_size} processes{of_units}, got {global_batch} "
-            f"({global_batch} / {whole} = {global_batch / whole:.4g})",
-            _remedy(global_batch, None, world_size, unit),
-        )
+        got = f"got {global_batch} ({global_batch} / {whole} = {global_batch / whole:.4g})"
+        problem = f"train.global_batch_size must be a multiple of {whole} for {world_size} processes{of_units}, {got}"
+        raise UserError(problem, _remedy(global_batch, None, world_size, unit))
     return [unit * number for number in _divisors(global_batch // whole) if unit * number <= MAX_BATCH]
 
 

@@ -22,11 +22,8 @@ from pipeline.augment.crop import CROP_PAD, Geometry
 
 
 class Normalization:
-    """(pixel / 255 - mean) / std, computed as ``pixel * scale + shift`` in float32, rounded after each operation.
-
-    Args:
-        mean, std: per RGB channel, of pixels in [0, 1].
-    """
+    """(pixel / 255 - mean) / std, computed as ``pixel * scale + shift`` in float32, rounded after each operation; ``mean`` and
+    ``std`` per RGB channel, of pixels in [0, 1]."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self._scale = np.array([1 / (255 * s) for s in std], dtype=np.float32)[:, None, None]  # (3, 1, 1)
@@ -121,12 +118,9 @@ class Finisher:
         list(self._pool.map(share, range(self._threads)))
 
     def flip_and_augment(self, pixels: np.ndarray, request: BatchRequest, i: int, interleaved: bool = True) -> np.ndarray:
-        """Flip image i of a batch, (S, S, 3) uint8, and augment it.
-
-        Returns:
-            (S, S, 3) uint8; ``pixels`` or a view of it where no augmentation applies and, if flipped, ``interleaved`` is false, which
-            allows three planes in memory: they are cheaper to make and to normalize.
-        """
+        """Flip image i of a batch, (S, S, 3) uint8, and augment it: (S, S, 3) uint8; ``pixels`` or a view of it where no
+        augmentation applies and, if flipped, ``interleaved`` is false, which allows three planes in memory: they are cheaper to
+        make and to normalize."""
         flip = bool(request.geometry.flip[i])
         chosen = [augmentation for augmentation in request.of_pixels if augmentation.applies(request, i)]
         if not chosen and not (flip and interleaved):

@@ -121,10 +121,7 @@ def _packed_attention_macs(inputs: list, outputs: list) -> float:
     return 2 * batch * heads * tokens**2 * inputs[2].toIValue()
 
 
-_ATTENTION = {
-    "aten::scaled_dot_product_attention": _attention_macs,
-    "pervit::peripheral_attention": _packed_attention_macs,
-}
+_ATTENTION = {"aten::scaled_dot_product_attention": _attention_macs, "pervit::peripheral_attention": _packed_attention_macs}
 
 
 def _conv_and_bias(inputs: list, outputs: list) -> float:

@@ -45,11 +45,8 @@ _STYLE = """<style>
 
 
 def comparison_page(paths: list[Path]) -> str:
-    """The page about the runs in these folders, and in the folders that hold some; with speeds from files of `throughput --json`.
-
-    Raises:
-        UserError: none of them can be read.
-    """
+    """The page about the runs in these folders, and in the folders that hold some; with speeds from files of `throughput
+    --json`. Raises UserError: none of them can be read."""
     folders, missing = find_runs([path for path in paths if path.suffix != ".json"])
     runs, damaged = read_runs(folders)
     measured, others = Measured.read([path for path in paths if path.suffix == ".json"])

@@ -25,16 +25,13 @@ _STYLE = """<style>
 
 
 def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False) -> str:
-    """A table of a paper with ours beside it.
+    """A table of a paper with ours beside it. Raises UserError: there is no such table.
 
     Args:
         name: as in ``configs/tables/``.
         paths: run folders, and folders that hold some; none for the paper's figures alone. Files: see ``Measured``.
         form: ``html``, ``markdown``, ``latex`` or ``csv``.
         any_data: see :mod:`pipeline.reports.row_runs`.
-
-    Raises:
-        UserError: there is no such table.
     """
     table = find_table(name)
     folders, missing = find_runs([path for path in paths if path.suffix != ".json"])

@@ -135,11 +135,9 @@ def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> s
     room = cache.room()
     if room < largest:
         limit = "" if cache.limit is None else f"; data.cache_gib={data.cache_gib:g}"
-        raise UserError(
-            f"data.cache {folder} on {host} must have room for one shard, {largest / 1e6:,.1f} MB, got {max(room, 0) / 1e6:,.1f} MB "
-            f"(the last {cache.keep_free:.0%} of the disk stay free{limit})",
-            "free some space, or choose another folder",
-        )
+        got = f"{max(room, 0) / 1e6:,.1f} MB (the last {cache.keep_free:.0%} of the disk stay free{limit})"
+        problem = f"data.cache {folder} on {host} must have room for one shard, {largest / 1e6:,.1f} MB, got {got}"
+        raise UserError(problem, "free some space, or choose another folder")
     fits = "all of it fits" if room >= wanted else f"{room / 1e9:,.2f} GB fit, the rest is read from data.path"
     return f"{folder} on {host}: {there / 1e9:,.2f} of {wanted / 1e9:,.2f} GB there; {fits}"
 

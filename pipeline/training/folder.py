@@ -52,13 +52,8 @@ _DIGITS = 12  # of a digest in a message, as in `inspect`
 
 
 def open_run_folder(folder: Path, world: World) -> RunLock | None:
-    """Create and lock the run folder: the lock on rank 0, to be held while the run writes; None elsewhere. Collective.
-
-    A requeued Slurm job waits for processes of its previous start to end.
-
-    Raises:
-        UserError: on every rank: that of :meth:`RunLock.take`.
-    """
+    """Create and lock the run folder: the lock on rank 0, to be held while the run writes; None elsewhere. A requeued Slurm job
+    waits for processes of its previous start to end. Collective. Raises the UserError of :meth:`RunLock.take` on every rank."""
     restarted = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     return do_in_main(lambda: RunLock.take(folder, wait_seconds=_DYING_SECONDS if restarted else 0), world)
 
@@ -72,14 +67,9 @@ class RunLock:
 
     @classmethod
     def take(cls, run_dir: Path, wait_seconds: float = 0) -> RunLock:
-        """Lock a run folder, which is created if it does not exist.
-
-        Args:
-            wait_seconds: how long to wait for another holder to end; this is logged once.
-
-        Raises:
-            UserError: another process holds it, the folder cannot be created or written, or its file system has no locks.
-        """
+        """Lock a run folder, which is created if it does not exist; wait ``wait_seconds`` for another holder to end, and log it
+        once. Raises UserError: another process holds it, the folder cannot be created or written, or its file system has no
+        locks."""
         path, started = run_dir / LOCK, time.strftime("%Y-%m-%d %H:%M:%S")
         this_process = Holder(os.getpid(), socket.gethostname(), job_name(os.environ), started)
         if path.resolve() in _held_here:
@@ -128,13 +118,8 @@ def open_mirror(config: Config, world: World, lock: RunLock | None) -> Mirror | 
     """Lock the store of a run and bring it and the folder together; None if the run has none. Collective.
 
     Several nodes share the folder, or each has its own. Then none has a whole checkpoint but that which every node fetches here: the parts that
-    it writes are removed once the store has them.
-
-    Args:
-        lock: on the folder, held by rank 0.
-
-    Raises:
-        UserError: on every rank: another process writes there, it fails, or store and folder are of two runs.
+    it writes are removed once the store has them. Rank 0 holds ``lock`` on the folder. Raises UserError on every rank: another
+    process writes there, it fails, or store and folder are of two runs.
     """
     if not isinstance(place := parse_place(config.output_dir), RemotePath):
         return None
@@ -214,11 +199,9 @@ def _write(descriptor: int, text: str) -> None:
 
 
 def check_same_run(config: Config, begun_with: Config | None, world: World) -> None:
-    """Check that a config may continue a run that was ``begun_with`` another; None: a new run. Rank 0 logs the accepted changes.
-
-    Raises:
-        UserError: the same on every rank: a key differs that must not, or ``checkpoint.accept`` names an unknown key.
-    """
+    """Check that a config may continue a run that was ``begun_with`` another; None: a new run. Rank 0 logs the accepted
+    changes. Raises UserError, the same on every rank: a key differs that must not, or ``checkpoint.accept`` names an unknown
+    key."""
     accept, now = config.checkpoint.accept, flatten(config)
     for name in accept:
         if name not in now and not any(key.startswith(f"{name}.") for key in now):
@@ -242,20 +225,17 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
 
 
 def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict[str, Any], world: World) -> None:
-    """Check that a run continues with its data set, by ``ShardSet.identity()`` of the newest checkpoint, if there is one, and of this start.
-
-    Raises:
-        UserError: the same on every rank: it is another data set, and ``checkpoint.accept`` does not list ``data``.
-    """
+    """Check that a run continues with its data set, by ``ShardSet.identity()`` of the newest checkpoint, if any, and of this
+    start. Raises UserError, the same on every rank: it is another data set, and ``checkpoint.accept`` does not list
+    ``data``."""
     if begun_with is None or begun_with == now:
         return
     keys = [key for key in sorted({*begun_with, *now}) if begun_with.get(key) != now.get(key)]
     differences = ", ".join(f"{key}={_short(begun_with.get(key))} (got {_short(now.get(key))})" for key in keys)
     if _DATA not in config.checkpoint.accept:
-        raise UserError(
-            f"{config.output_dir} was started with another data set than {config.data.path}, one with {differences}",
-            f"set data.path back, choose another output_dir, or accept the change with checkpoint.accept=[{_DATA}]",
-        )
+        problem = f"{config.output_dir} was started with another data set than {config.data.path}, one with {differences}"
+        remedy = f"set data.path back, choose another output_dir, or accept the change with checkpoint.accept=[{_DATA}]"
+        raise UserError(problem, remedy)
     if world.is_main:
         _log.info(f"note: this run was started with a data set with {differences}, which checkpoint.accept allows.")
 
