@@ -42,7 +42,7 @@ class UserError(ValueError):
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         self.problem = without_secrets(problem)
-        super().__init__(f"{self.problem}: {remedy}." if remedy else self.problem)
+        super().__init__(f"{self.problem}: {without_secrets(remedy)}." if remedy else self.problem)
 
 
 class NotConnected(UserError):

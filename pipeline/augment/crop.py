@@ -12,10 +12,7 @@ import numpy as np
 CROP_ATTEMPTS = 10  # as in torchvision
 MAX_RATIO = 16  # images with a larger ratio of their sides are cropped before they are resized as a whole: bounds memory
 CROP_PAD = 4  # pixels at each border
-PAD_MODES = {
-    "simple": "reflect",
-    "padded": "constant",
-}  # data.train_crop -> how its borders are filled, as NumPy's np.pad calls it
+PAD_MODES = {"simple": "reflect", "padded": "constant"}  # data.train_crop -> how its borders are filled, a mode of np.pad
 UNIFORMS_PER_SAMPLE = 2 * CROP_ATTEMPTS + 3  # area and ratio per attempt; top, left, flip
 # Probability of the bilinear filter, by data.train_interpolation. timm's "random" chooses for each crop, and once more for each
 # geometric operation of an image (RandomResizedCropAndInterpolation and AugmentOp of timm 0.4.12, which PosMLP uses).
@@ -32,9 +29,7 @@ class Geometry:
     resize: np.ndarray  # (B, 2) float32: size that the window is resized to
     crop: np.ndarray  # (B, 2) float32: position of the output in the resized window; 0 upper left, 1 lower right
     flip: np.ndarray  # (B,) int32: 1 flips horizontally
-    pad_mode: str | None = (
-        None  # of PAD_MODES: how CROP_PAD pixels are added to each side of the resized window; None: none are
-    )
+    pad_mode: str | None = None  # of PAD_MODES: how the resized window gets CROP_PAD pixels on each side; None: it gets none
 
 
 def train_geometry(

@@ -29,11 +29,8 @@ if TYPE_CHECKING:
 
 Facts = dict[str, str]  # what a format says of an export, for the card: name -> text
 BATCHES = (1, 3)  # neither is the one that the graph was traced with
-TOLERANCE = {
-    "fp32": 1e-4,
-    "fp16": 2e-2,
-    "timm": 1e-5,
-}  # largest difference of a score / largest score; timm: the same operators
+# Largest difference of a score / largest score; timm has the same operators.
+TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "timm": 1e-5}
 _REMEDY = "export the weights with --format safetensors, and report this"
 
 
