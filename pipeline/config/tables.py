@@ -74,9 +74,7 @@ class PaperRow:
     data: DataSet
     file: Path  # that it stands in
     classes: str = ""  # of ImageNet, as ``pervit shard --classes`` takes them; empty: all
-    test: dict[str, Any] = field(
-        default_factory=dict
-    )  # switches that its figures are evaluated with, and nothing is trained with
+    test: dict[str, Any] = field(default_factory=dict)  # switches of its evaluation alone
     base: str | None = None  # the shipped config that it begins from; None unless the row itself is the config
     change: tuple[str, ...] = ()  # what it changes there: overrides, ``dotted.key=value``
     about: str = ""  # what it is, in words

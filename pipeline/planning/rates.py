@@ -110,9 +110,8 @@ class CpuRates:
         return self.bandwidth[-1]
 
     def seconds(self, operator: Operator) -> float:
-        logarithm = np.interp(
-            np.log(max(operator.bytes, 1)), np.log(_SIZES), np.log(self.bandwidth)
-        )  # between the measured sizes
+        # Between the measured sizes.
+        logarithm = np.interp(np.log(max(operator.bytes, 1)), np.log(_SIZES), np.log(self.bandwidth))
         moving = operator.bytes / float(np.exp(logarithm))
         if operator.kind == MAP:
             computing = operator.elements * self.elementary if operator.name in TRANSCENDENTAL else 0.0
