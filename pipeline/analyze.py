@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoint.folder import is_path, parse_step
-from pipeline.command_line import command_parser, run_command
+from pipeline.command_line import command_parser, interrupted_later, run_command
 from pipeline.errors import UserError
 from pipeline.stores.place import place_argument
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
 
     console.install()
     # Imported only now: PyTorch takes seconds to import, and --help must not wait for it.
-    with console.stage("loading the libraries"):
+    with console.stage("loading the libraries"), interrupted_later():
         from pipeline.analysis.session import Options, analyze, read_subject
         from pipeline.analysis.writing import prepare_output
 

@@ -8,7 +8,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -110,6 +111,22 @@ def lacks_memory(error: Exception) -> bool:
         return True
     said = ("allocate memory", "out of memory", "failed to map segment", "start new thread")
     return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in said)
+
+
+@contextmanager
+def interrupted_later() -> Iterator[None]:
+    """Put Ctrl-C off while libraries are loaded: raised in a C++ module that is being initialized, it would abort the process."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoReturn:

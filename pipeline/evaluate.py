@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from pipeline.command_line import command_parser, run_command
+from pipeline.command_line import command_parser, interrupted_later, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable, write_json
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked, warn
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         check_data(args.data)
 
     # Imported only now: PyTorch takes seconds, and --help must not wait for it.
-    with console.stage("loading the libraries"):
+    with console.stage("loading the libraries"), interrupted_later():
         from pipeline.cluster.rendezvous import disconnect
         from pipeline.config.values import parse_switches
         from pipeline.inference.evaluation import check_same_classes, evaluate, evaluation_loader

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import command_parser, run_command
+from pipeline.command_line import command_parser, interrupted_later, run_command
 from pipeline.errors import UserError, counted
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked
 from pipeline.metrics import tells_top5
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     # Imported only now: PyTorch takes seconds, and --help must not wait for it.
     from pipeline.logs.console import stage
 
-    with stage("loading the libraries"):
+    with stage("loading the libraries"), interrupted_later():
         from pipeline.cluster.rendezvous import disconnect
         from pipeline.inference.evaluation import evaluation_loader
         from pipeline.inference.image_list import ImageList, find_images, read_list

@@ -16,7 +16,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from pipeline.command_line import command_parser, run_command
+from pipeline.command_line import command_parser, interrupted_later, run_command
 from pipeline.files import check_writable
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked
 from pipeline.stores.place import place_argument
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
         check_writable(args.json)
     args.checkpoint = find_source(args.checkpoint, args.step)
     check_data(args.data)
-    with stage("loading the libraries"):
+    with stage("loading the libraries"), interrupted_later():
         from pipeline.cluster.rendezvous import disconnect
         from pipeline.inference.evaluation import check_same_classes
         from pipeline.inference.probing import accuracies, collect_features

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import run_command
+from pipeline.command_line import interrupted_later, run_command
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -58,7 +58,7 @@ def main() -> int:
         if console.is_first_process():
             start = "a dry run of " if args.dry_run else ""
             console.say(f"{start}{config.model.name} into {config.output_dir}: loading PyTorch, DeepSpeed and DALI")
-        with console.stage("loading the libraries"):
+        with console.stage("loading the libraries"), interrupted_later():
             from pipeline.training.loop import connect_and_train
 
         return connect_and_train(config, stop, load_recipe(args.config), args.dry_run)

@@ -159,4 +159,4 @@ def _table(lines: Facts) -> str:
 
 def _plain(text: str) -> str:
     """Names come from files: nothing in them may end a cell or the line, or become a link, a picture or HTML."""
-    return " ".join(re.sub(r"[\[\]|]", r"\\\g<0>", text).replace("<", "&lt;").split())
+    return " ".join(re.sub(r"\||\](?=[(\[])", r"\\\g<0>", text).replace("<", "&lt;").split())

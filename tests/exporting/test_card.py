@@ -21,5 +21,5 @@ def test_names_cannot_become_links_pictures_or_html() -> None:
     text = write_card(replace(subject, description=description, training=training), {"Size": HOSTILE}, "x = 1", 3, None)
     outside, fenced = text.split("````yaml\n", 1)
     assert outside.count("&lt;script>") == 5 and "<script" not in outside
-    assert not any(f"{before}[" in outside for before in " !") and "\\](" in outside
+    assert outside.count("](") == outside.count("\\](") == 10  # a link and a picture in each
     assert "````\n\n</details>" in fenced and "\n````" not in fenced.split("````\n\n</details>")[0].removesuffix("\n")
