@@ -67,7 +67,7 @@ class CropFlip:
 class Folder(Dataset):
     """The images ``<class>/*.JPEG`` of a folder, as torchvision's ``ImageFolder`` opens them."""
 
-    def __init__(self, folder: Path, transform: Callable[[Image.Image], Tensor]) -> None:
+    def __init__(self, folder: Path, transform: Callable[[Image.Image], Tensor] | None) -> None:
         classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
         self.items = [(str(path), label) for label, name in enumerate(classes) for path in jpegs_of(folder / name)]
         self.transform = transform

@@ -15,8 +15,8 @@ from functools import partial
 
 import numpy as np
 import torch
-from loader_peers_pillow import random_crop
-from loader_settings import FLIP, IMAGE_SIZE, MEAN, STD, Settings, jpegs_of
+from loader_peers_pillow import Folder, random_crop
+from loader_settings import FLIP, IMAGE_SIZE, MEAN, STD, Settings
 from torch import Tensor
 
 AHEAD = 4  # batches
@@ -74,7 +74,7 @@ def spdl_batches(settings: Settings) -> Iterator[Tensor]:
     def batch(frames: list) -> Tensor:
         return _normalized(spdl.io.to_torch(spdl.io.convert_frames(frames)))
 
-    builder = PipelineBuilder().add_source(map(str, _endless(settings))).pipe(decode, concurrency=settings.workers)
+    builder = PipelineBuilder().add_source(_endless(settings)).pipe(decode, concurrency=settings.workers)
     builder = builder.aggregate(settings.batch_size).pipe(batch).add_sink(AHEAD)
     pipeline = builder.build(num_threads=settings.workers)
     with pipeline.auto_stop():
@@ -93,7 +93,7 @@ def _in_threads(settings: Settings, decode: Decode) -> Iterator[Tensor]:
         batch = np.empty((settings.batch_size, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
         return batch, [pool.submit(load, batch, i, next(paths)) for i in range(settings.batch_size)]
 
-    paths = map(str, _endless(settings))
+    paths = _endless(settings)
     with ThreadPoolExecutor(settings.workers) as pool:
         waiting = deque(start() for _ in range(AHEAD))
         while True:
@@ -104,8 +104,8 @@ def _in_threads(settings: Settings, decode: Decode) -> Iterator[Tensor]:
             yield _normalized(torch.from_numpy(batch))
 
 
-def _endless(settings: Settings) -> Iterator[object]:
-    paths = [path for folder in sorted(settings.images.folder.iterdir()) if folder.is_dir() for path in jpegs_of(folder)]
+def _endless(settings: Settings) -> Iterator[str]:
+    paths = [path for path, _label in Folder(settings.images.folder, None).items]
     return itertools.chain.from_iterable(map(partial(random.sample, k=len(paths)), itertools.repeat(paths)))
 
 

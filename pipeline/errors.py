@@ -51,16 +51,16 @@ class NotConnected(UserError):
     exit_code = RANK_LOST
 
 
-def without_secrets(text: str) -> str:
-    """A text, its URLs without users and passwords."""
-    return re.sub(r"(://)[^/\s]*@", r"\1", text)
+def without_secrets(text: str, is_url: bool = False) -> str:
+    """A text, its URLs without users and passwords; where a text ``is_url``, these may have spaces."""
+    return re.sub(r"(://)[^/]*@" if is_url else r"(://)[^/\s]*@", r"\1", text)
 
 
 def check_no_secrets(name: str, text: str) -> None:
-    """Raise a UserError, about ``name``, if a text has a URL with a user or a password."""
-    if without_secrets(text) != text:
+    """Raise a UserError, about ``name``, if a text has a URL with a user or a password, or is one."""
+    if without_secrets(text, is_url=re.match(r"\S+://", text) is not None) != text:
         raise UserError(
-            f"{name} must not hold a user or a password, which configs and logs would keep",
+            f"{without_secrets(name, is_url=True)} must not hold a user or a password, which configs and logs would keep",
             "remove them; the repository's docs/remote.md says which variables and files credentials are read from",
         )
 

@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.analysis.chapter import Findings, Plot
 from pipeline.analysis.measures import REGIONS
 from pipeline.analysis.pervit import NAMES, REGION_COLOURS
-from pipeline.analysis.style import new_figure, patches_beside
+from pipeline.analysis.style import legend_beside, new_figure, patches_beside
 from pipeline.page import COLOURS
 from pipeline.runs import METRICS
 from pipeline.runs.rows import is_number, read_metrics
@@ -185,5 +185,5 @@ def _panels(panels: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> Fi
         axes.set(xlabel="Epoch", title=model)
         axes.grid(axis="y")
     grid[0].set_ylabel("distance in patches")
-    grid[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title="Layer", fontsize=7)
+    legend_beside(grid[-1], title="Layer", fontsize=7)
     return figure

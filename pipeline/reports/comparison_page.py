@@ -47,9 +47,9 @@ _STYLE = """<style>
 def comparison_page(paths: list[Path]) -> str:
     """The page about the runs in these folders, and in the folders that hold some; with speeds from files of `throughput
     --json`. Raises UserError: none of them can be read."""
-    folders, missing = find_runs([path for path in paths if path.suffix != ".json"])
+    measured, places, others = Measured.read(paths)
+    folders, missing = find_runs(places)
     runs, damaged = read_runs(folders)
-    measured, others = Measured.read([path for path in paths if path.suffix == ".json"])
     notes = [*missing, *damaged, *others]
     if not runs:
         problem = f"{', '.join(map(str, paths))}: no run that can be read ({' '.join(notes)})"

@@ -66,10 +66,10 @@ class Measured:
     speeds: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def read(cls, files: list[Path]) -> tuple[Measured, list[str]]:
-        """The contents of files, and a sentence for each that holds neither."""
+    def read(cls, paths: list[Path]) -> tuple[Measured, list[Path], list[str]]:
+        """The contents of the ``.json`` files among paths, the other paths, and a sentence for each file that holds neither."""
         found, problems = cls(), []
-        for file in files:
+        for file in (path for path in paths if path.suffix == ".json"):
             try:
                 content = json.loads(file.read_bytes())
                 rows = content if isinstance(content, list) else [content]
@@ -79,7 +79,7 @@ class Measured:
                     (found.speeds if "fp32" in row else found.evaluations).append(row)
             except (OSError, ValueError, TypeError, AttributeError):
                 problems.append(f"{file} holds no result of `pervit evaluate --json` or `pervit throughput --json`.")
-        return found, problems
+        return found, [path for path in paths if path.suffix != ".json"], problems
 
     def evaluated(self, run: RunFolder, row: PaperRow) -> dict[str, Any] | None:
         """The last evaluation of a run with the row's switches of the test, on as many images as the run's own."""

@@ -34,9 +34,9 @@ def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False)
         any_data: see :mod:`pipeline.reports.row_runs`.
     """
     table = find_table(name)
-    folders, missing = find_runs([path for path in paths if path.suffix != ".json"])
+    measured, places, others = Measured.read(paths)
+    folders, missing = find_runs(places)
     runs, damaged = read_runs(folders)
-    measured, others = Measured.read([path for path in paths if path.suffix == ".json"])
     sheet = make_sheet(fill(table, runs, any_data, measured), [*missing, *damaged, *others])
     return {"html": _page, "markdown": _markdown, "latex": _latex, "csv": _comma_separated}[form](sheet)
 

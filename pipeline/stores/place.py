@@ -114,5 +114,4 @@ def kept_in(place: Place) -> Path:
 
 def _without_secrets(url: str) -> str:
     """A URL for a message: no user, password, query or fragment."""
-    bare = re.split(r"[?#]", url, maxsplit=1)[0]
-    return without_secrets(bare)
+    return without_secrets(re.split(r"[?#]", url, maxsplit=1)[0], is_url=True)

@@ -333,7 +333,8 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(key: str, tmp_path: Pat
     section, _, name = key.rpartition(".")
     tree = {name: "https://me:SECRET@host/x"}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({section: tree} if section else tree))
-    for file, overrides in ((tmp_path / "mine.yaml", []), ("demo", [f"{key}=https://me:SECRET@host/x"])):
+    given = [("demo", [f"{key}=https://me:{password}@host/x"]) for password in ("SECRET", "my SECRET")]
+    for file, overrides in ((tmp_path / "mine.yaml", []), *given):
         with pytest.raises(UserError, match="must not hold a user or a password") as error:
             load_config(file, overrides)
         assert "SECRET" not in str(error.value) and "SECRET" not in error.value.problem

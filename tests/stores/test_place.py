@@ -33,6 +33,7 @@ def test_urls_and_paths_are_told_apart() -> None:
         ("s3:/bucket/x", "s3:/bucket/x must have two slashes after the scheme, got one"),
         ("http://example.org/x", "http://example.org/x must be encrypted"),
         ("https://me:SECRET@host/x", "https://host/x must not hold a user or a password"),
+        ("https://me:SEC RET@host/x", "https://host/x must not hold a user or a password"),
         ("https://SECRET@host/x", "https://host/x must not hold a user or a password"),
         ("https://host/x?X-Amz-Signature=SECRET", "https://host/x must not have a query"),
         ("s3://bucket/x#SECRET", "s3://bucket/x must not have a query"),

@@ -53,7 +53,7 @@ def is_timm_folder(path: Path) -> bool:
 
 def weights_folder(source: str) -> Path:
     """The folder in timm's layout with the weights ``timm:NAME.TAG``, downloaded from the hub unless it is in its cache. Raises
-    UserError: the hub has no such weights or is not reached, ``huggingface_hub`` is missing, or there is no tag."""
+    UserError: the hub has no such weights or cannot be reached, ``huggingface_hub`` is missing, or there is no tag."""
     name = source.removeprefix(TIMM_PREFIX)
     tag = "" if "." in name else _TAGS.get(name.partition("_")[0])
     if tag is None:
