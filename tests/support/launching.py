@@ -25,6 +25,8 @@ def clean_environment(**extra: str) -> dict[str, str]:
     kept["CUDA_VISIBLE_DEVICES"] = ""  # several processes must not meet on one GPU; test_gpu.py says so where it wants one
     kept["PERVIT_QUIET"] = "1"  # on a busy machine anything takes long: tests that compare stderr would meet lines of progress
     kept["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin while they wait slow a busy machine down tenfold
+    if "PYTHONPATH" in extra and "PYTHONPATH" in kept:  # packages of a machine without network may lie there
+        extra["PYTHONPATH"] += f":{kept['PYTHONPATH']}"
     return {**kept, "PATH": f"{PYTHON_BIN}:{os.environ['PATH']}", **extra}
 
 
