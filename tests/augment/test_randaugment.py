@@ -146,6 +146,8 @@ def compare_graph_to_pillow(pictures: list[Image.Image], device: str) -> None:
         levels, share = LEVELS_AND_SHARE.get(op, (0, 0))
         if filter_ == Image.Resampling.BILINEAR:
             share = BILINEAR_SHARE
+        if device == "gpu":
+            share *= 1.25  # its sums differ in the last place: 2.1 % of a bicubic translation on an H200
         assert difference.max() <= levels, (op.name, amount, filter_)
         assert (difference > 0).mean() <= share, (op.name, amount, filter_)
 
