@@ -37,8 +37,23 @@ class Tiling:
     num_stages: int = 2  # of loads under way
 
 
+# By kernel and largest number of channels: the fastest of 26 of each on an H200, 196 tokens, 128 images (docs/results/step.md).
+_HOPPER = {
+    ("forward", 64): Tiling(64, 64, 4),
+    ("query_gradient", 32): Tiling(64, 64, 4, 1),
+    ("query_gradient", 64): Tiling(64, 32, 4, 1),
+    ("key_value_gradient", 32): Tiling(128, 32, 4, 1),
+    ("key_value_gradient", 64): Tiling(128, 32, 8, 1),
+    ("phi_gradient", 64): Tiling(64, 64, 4, 3),
+    ("forward", 128): Tiling(128, 32, 8, 3),
+    ("query_gradient", 128): Tiling(64, 64, 4, 2),
+    ("key_value_gradient", 128): Tiling(64, 64, 4, 1),
+    ("phi_gradient", 128): Tiling(64, 64, 4, 1),
+}
+
+
 def tiling(kernel: str, itemsize: int, channels: int, capability: tuple[int, int]) -> Tiling:
-    """The tiles of a kernel: the largest that keep its numbers in registers (docs/results/step.md), not yet tuned on a GPU.
+    """The tiles of a kernel: measured on Hopper, elsewhere the largest that keep its numbers in registers.
 
     Args:
         kernel: its name in ``tiles.py`` or ``gradient_tiles.py``.
@@ -48,8 +63,10 @@ def tiling(kernel: str, itemsize: int, channels: int, capability: tuple[int, int
     """
     if itemsize == 4:
         return Tiling(32, 32, 8, 1)
+    if capability[0] == 9:
+        return _HOPPER[kernel, min(most for name, most in _HOPPER if name == kernel and channels <= most)]
     if channels > 64:
-        return Tiling(64, 32, 8) if capability >= (9, 0) else Tiling(32, 32, 4)
+        return Tiling(64, 32, 8) if capability >= (10, 0) else Tiling(32, 32, 4)
     return {"key_value_gradient": Tiling(64, 32, 4), "phi_gradient": Tiling(64, 64, 8)}.get(kernel, Tiling(64, 64, 4))
 
 

@@ -22,16 +22,17 @@ def test_a_kernel_fits_its_gpu(capability: int) -> None:
     order, and heads at odd places, which are read by 2 bytes. benchmarks/attention_resources.py compiles for all widths."""
     for kernel in KERNELS:
         found = compiled(kernel, heads=12, width=45, capability=capability)
-        assert found.shared <= MAX_SHARED and found.spilled <= MAX_SPILLED[capability], (kernel, found)
+        assert found.shared <= MAX_SHARED[capability] and found.spilled <= MAX_SPILLED[capability], (kernel, found)
         assert found.matrix and not found.atomic, (kernel, found)
-        assert found.narrow == 0 and 16 in found.copies, (kernel, found)
+        # On Hopper the gradients were measured to be faster without loads ahead.
+        assert found.narrow == 0 and (16 in found.copies or capability == 90 and kernel.endswith("gradient")), (kernel, found)
 
 
 def test_the_widest_head_fits() -> None:
     """Guards against PerViT-T's 70 channels, which take tiles of 128, overflowing registers."""
     for kernel in KERNELS:
         found = compiled(kernel, heads=4, width=70, capability=90)
-        assert found.shared <= MAX_SHARED and found.spilled <= MAX_SPILLED[90] and not found.atomic, (kernel, found)
+        assert found.shared <= MAX_SHARED[90] and found.spilled <= MAX_SPILLED[90] and not found.atomic, (kernel, found)
 
 
 def test_head_widths_are_those_of_the_supplement() -> None:
