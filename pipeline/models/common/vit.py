@@ -5,12 +5,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
 from pipeline.kernels.peripheral import aligned_width, packed_attention, uses_triton
 from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scale_branch
-from pipeline.models.common.layers import LAYER_NORM_EPS, MLP, PATCH, check_same_size, check_sides, init_linear, resample_grid
+from pipeline.models.common.layers import (
+    LAYER_NORM_EPS,
+    MLP,
+    PATCH,
+    AlignedLinear,
+    aligned_product,
+    check_same_size,
+    check_sides,
+    computed_in,
+    init_linear,
+    resample_grid,
+    with_zeros,
+)
 from pipeline.models.common.probe import probe
 
 # (authors' name, our name), see VisionModel.reference_names.
@@ -67,29 +78,10 @@ class PositionEmbedding(nn.Module):
         return x + resample_grid(self.weight, self.grid, grid, self.extra_tokens)
 
 
-class _Aligned(torch.autograd.Function):
-    """``values``, and zeros after it along an axis up to ``size``, in ``dtype``. The gradient of the zeros is dropped.
-
-    Two kernels forward and one backward, casts included; ``pad`` and autocast would start three and two.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, axis: int, size: int, dtype: torch.dtype) -> Tensor:
-        ctx.axis, ctx.size, ctx.dtype = axis, values.shape[axis], values.dtype
-        aligned = values.new_zeros(*values.shape[:axis], size, *values.shape[axis + 1 :], dtype=dtype)
-        aligned.narrow(axis, 0, values.shape[axis]).copy_(values)
-        return aligned
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.narrow(ctx.axis, 0, ctx.size).to(ctx.dtype), None, None, None
-
-
-class HeadLinear(nn.Linear):
+class HeadLinear(AlignedLinear):
     """A linear layer to heads, or from them (``axis`` 1), that lie ``aligned_width`` channels apart where attention reads them.
 
-    Only the product has wider heads, by rows or columns of zeros: parameters and checkpoints do not. Called without ``head_dim`` it is
-    ``nn.Linear``.
+    Called without ``head_dim`` it is its base class.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, axis: int = 0) -> None:
@@ -99,14 +91,15 @@ class HeadLinear(nn.Linear):
     def forward(self, x: Tensor, head_dim: int | None = None) -> Tensor:
         if head_dim is None or (width := aligned_width(head_dim, x.device)) == head_dim:
             return super().forward(x)
-        device, dtype = x.device.type, self.weight.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        weight, bias = self.weight.unflatten(self.axis, (-1, head_dim)), self.bias
-        weight = _Aligned.apply(weight, self.axis + 1, width, dtype).flatten(self.axis, self.axis + 1)
+        dtype = computed_in(x, self.weight)
+        weight: Tensor = self.weight.unflatten(self.axis, (-1, head_dim))
+        bias: Tensor | None = self.bias
+        sizes = [*weight.shape]
+        sizes[self.axis + 1] = width
+        weight = with_zeros(weight, sizes, dtype).flatten(self.axis, self.axis + 1)
         if bias is not None and self.axis == 0:
-            bias = _Aligned.apply(bias.unflatten(0, (-1, head_dim)), 1, width, dtype).flatten()
-        return F.linear(x, weight, bias)
+            bias = with_zeros(bias.unflatten(0, (-1, head_dim)), [-1, width], dtype).flatten()
+        return aligned_product(x, weight, bias)
 
 
 class SelfAttention(nn.Module):

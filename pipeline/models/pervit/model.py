@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scale_branch, scales_of_block
-from pipeline.models.common.layers import LAYER_NORM_EPS, MLP, PATCH, ModuleList, check_same_size, check_sides, init_linear
+from pipeline.models.common.layers import (
+    LAYER_NORM_EPS,
+    MLP,
+    PATCH,
+    AlignedLinear,
+    ModuleList,
+    check_same_size,
+    check_sides,
+    init_linear,
+)
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import PositionEmbedding, SelfAttention, merge_heads, split_heads
 from pipeline.models.pervit.phi_model import PhiModel
@@ -168,7 +177,7 @@ class Block(nn.Module):
         self.attn = (PeripheralAttention if switches.phi_c else StaticAttention)(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.mlp = MLP(width, layout.mlp_ratio * width, out_width)
-        self.residual = nn.Identity() if width == out_width else nn.Linear(width, out_width)
+        self.residual = nn.Identity() if width == out_width else AlignedLinear(width, out_width)
 
     def forward(self, x: Tensor, log_phi: Tensor | None, grid: tuple[int, int], branch_scales: Tensor | None) -> Tensor:
         image = x.transpose(1, 2).unflatten(2, grid)  # (B, width, rows, columns)
