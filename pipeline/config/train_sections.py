@@ -83,7 +83,7 @@ class TrainConfig(Section):
     activation_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, about a quarter more time."""
     compile: Literal["auto", "off", "blocks", "model", "graphs"] = "auto"
-    """torch.compile. blocks: each block, Φp and the loss. model: the forward pass as a whole. graphs: model, and the step as a CUDA graph. auto: blocks on a GPU with zero_stage 0 to 2, else off."""
+    """torch.compile. blocks: each block, Φp and the loss. model: the forward pass as a whole. graphs: model, and the step as a CUDA graph. auto: graphs on one GPU without accumulation, recomputation, teacher or deterministic, blocks on others with zero_stage 0 to 2, else off."""
     loss: Literal["cross_entropy", "bce"] = "cross_entropy"
     """bce: binary cross entropy, each class by itself, mean over images and classes (DeiT III). Evaluation reports the cross entropy."""
     bce_threshold: Fraction | None = 0.0
@@ -198,6 +198,19 @@ def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> in
         got = f"{global_batch} ({global_batch} / {per_pass} = {global_batch / per_pass:.4g} accumulation steps)"
         raise UserError(f"train.global_batch_size {must}, got {got}", _remedy(global_batch, micro, world_size, unit))
     return global_batch // per_pass
+
+
+def auto_compile(train: TrainConfig, world_size: int, stage: int | str, sizes_change: bool) -> str:
+    """What ``train.compile=auto`` is on GPUs, at a ZeRO stage. A step as a graph has only run on one GPU; there the CPU takes longer to
+    start the kernels of a small model than the GPU to run them (docs/results/step.md).
+
+    Args:
+        sizes_change: images are not of one size throughout (``data.size_schedule``).
+    """
+    if world_size > 1:
+        return "off" if stage == 3 else "blocks"  # ZeRO-3's hooks on every submodule cannot be compiled
+    plain = not (train.activation_checkpointing or train.deterministic or train.teacher or sizes_change)
+    return "graphs" if plain and train.micro_batch_size == train.global_batch_size else "blocks"
 
 
 def fitting_micro_batches(train: TrainConfig, world_size: int, unit: int = 1) -> list[int]:

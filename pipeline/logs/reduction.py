@@ -63,7 +63,8 @@ class MetricReduction:
         rows: list[dict[str, Any]] = [{} for _ in steps]
         for column, (name, reduction) in enumerate(self._columns.items()):
             if reduction == "slowest":
-                shares = values[:, :, column].sum(1)  # (ranks,)
+                # (ranks,); a step may be settled while the next one is under way, whose wait then falls into this time and not its own.
+                shares = values[:, :, column].sum(1).clamp(max=1.0)
                 rank = int(shares.argmax())
                 where = {f"{name}_rank": rank, f"{name}_host": self._hosts[rank]} if self._world.size > 1 else {}
                 for row in rows:

@@ -19,7 +19,7 @@ from pipeline.checkpoint.manifest import RunState
 from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.cluster.agreement import do_in_main
 from pipeline.cluster.world import World
-from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitting_micro_batches
+from pipeline.config import AUTO, Config, accumulation_steps, auto_compile, fitting_micro_batches
 from pipeline.errors import UserError, first_line
 from pipeline.inference.teacher import describe_teacher, load_teacher
 from pipeline.loader.batches import TrainBatches
@@ -42,7 +42,7 @@ from pipeline.shards.shard_set import ShardSet
 from pipeline.step.loss import Objective, label_loss
 from pipeline.step.precision import Precision, choose_precision
 from pipeline.step.train_step import TrainState
-from pipeline.training.compiling import BLOCKS, GRAPHS, OFF
+from pipeline.training.compiling import GRAPHS, OFF
 from pipeline.training.micro_batch import choose_micro_batch
 
 
@@ -81,7 +81,7 @@ def settle(config: Config, before: RunState | None, shards: ShardSet | MixedSet,
         config = config.with_values({"train.zero_stage": stage})
     size, reason = choose_micro_batch(config, recorded["train"].get("micro_batch_size"), world)
     config = config.with_values({"train.micro_batch_size": size})
-    compilation = choose_compilation(config.train, world)
+    compilation = choose_compilation(config, world)
     accumulation = accumulation_steps(config.train, world.size, config.augment.unit)
     return Settled(config, precision, reason, decode, form, compilation, stage, why, accumulation)
 
@@ -93,7 +93,7 @@ def check_alone(config: Config, world: World) -> None:
         fitting_micro_batches(config.train, world.size, config.augment.unit)
     else:
         accumulation_steps(config.train, world.size, config.augment.unit)
-    choose_compilation(config.train, world)
+    choose_compilation(config, world)
     active(config.augment, config.data, config.model.image_size)
     with torch.device("meta"):  # costs no memory
         model = model_of(config)
@@ -125,13 +125,14 @@ def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable
     return begun_with
 
 
-def choose_compilation(train: TrainConfig, world: World) -> str:
+def choose_compilation(config: Config, world: World) -> str:
     """Settle ``train.compile`` for this start: "off", "blocks", "model" or "graphs". Raises UserError: ZeRO-3, activation
     checkpointing or the device rule out what the config asks for."""
-    on_gpu, hooked = world.device.type == "cuda", train.zero_stage == 3 and world.size > 1
+    train, on_gpu = config.train, world.device.type == "cuda"
     if train.compile in (AUTO, OFF):
-        return BLOCKS if train.compile == AUTO and on_gpu and not hooked else OFF
-    if hooked:
+        asked = train.compile == AUTO and on_gpu
+        return auto_compile(train, world.size, train.zero_stage, bool(config.data.size_schedule)) if asked else OFF
+    if train.zero_stage == 3 and world.size > 1:
         got = f"got {train.zero_stage}, whose hooks on every submodule cannot be compiled"
         problem = f"train.compile={train.compile} requires train.zero_stage 0, 1 or 2, {got}"
         raise UserError(problem, "set train.compile=auto, or another train.zero_stage")

@@ -35,7 +35,7 @@ from pipeline.step.train_step import TrainState
 from pipeline.stream.samples import images_per_epoch
 from pipeline.stream.schedule import Schedule, make_schedule
 from pipeline.training.building import Settled, build, settle, training_loader
-from pipeline.training.compiling import GRAPHS, Compilation
+from pipeline.training.compiling import BLOCKS, GRAPHS, Compilation
 from pipeline.training.folder import RunLock, check_same_data, check_same_run, open_mirror, open_run_folder
 from pipeline.training.state import Run
 
@@ -162,13 +162,18 @@ def _open(
     flops = prepared.cost.training_flops_per_image(config.train.micro_batch)
     flops_per_image = None if config.data.size_schedule else flops  # they are of one size
     skipped = before.skipped_steps if before else 0
-    obstacle = what_hinders(train_state) if settled.compile == GRAPHS else "nothing is captured"
+    kind = settled.compile
+    obstacle = what_hinders(train_state) if kind == GRAPHS else "nothing is captured"
+    if config.data.size_schedule:
+        obstacle = obstacle or "the size of the images changes"
     if obstacle is None:
         train_state.engine.decide_on_the_device(config.train.max_skipped_steps - skipped)  # type: ignore[attr-defined]
-    elif settled.compile == GRAPHS:
+    elif kind == GRAPHS and config.train.compile == AUTO:
+        kind = BLOCKS
+    elif kind == GRAPHS:
         say_once(world, f"train.compile=graphs captures the passes of a micro-batch, not the whole step: {obstacle}")
     model, objective, precision = train_state.engine.module, train_state.objective, settled.precision.name
-    compilation = Compilation(settled.compile, precision, folder, world, model, objective, obstacle is None)
+    compilation = Compilation(kind, precision, folder, world, model, objective, obstacle is None)
     run = Run(
         config=config,
         world=world,

@@ -62,7 +62,9 @@ def test_the_most_similar_step_scales_the_plan(tmp_path: Path) -> None:
     assert found == {"autodeit_t": 0.06, "offdeit_t": 0.05, "autodeit_b": 0.04, "graphsdeit_t": 0.05}
     plan = subject()
     time = Time(plan, GpuRates(GPU), None, measured=read_record(path, plan))
-    recorded = Subject(load_config("deit_t", ["train.micro_batch_size=64", "train.global_batch_size=64"]), 1, 1, GPU)
+    recorded = Subject(
+        load_config("deit_t", ["train.micro_batch_size=64", "train.global_batch_size=64", "train.compile=blocks"]), 1, 1, GPU
+    )
     there = sum(step_parts(recorded, GpuRates(GPU)).parts.values())
     here = sum(step_parts(plan, GpuRates(GPU)).parts.values())
     assert time.step_seconds == pytest.approx(here * 0.06 / there)

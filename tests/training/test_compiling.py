@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from pipeline.cluster.world import World
-from pipeline.config import TrainConfig
+from pipeline.config import Config, TrainConfig
 from pipeline.errors import UserError
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
@@ -237,19 +237,37 @@ def test_a_failure_leaves_everything_as_it_was(
 )
 def test_the_choice(options: dict[str, Any], device: torch.device, chosen: str) -> None:
     """Guards against a setting that the ZeRO stage or the device cannot have and that is silently another one."""
-    train, world = TrainConfig(**options), World(rank=0, size=2, device=device, cpu_threads=1)
+    config, world = of_train(**options), World(rank=0, size=2, device=device, cpu_threads=1)
     if chosen in ("off", "blocks", "model", "graphs"):
-        assert choose_compilation(train, world) == chosen
+        assert choose_compilation(config, world) == chosen
     else:
         with pytest.raises(UserError, match=chosen):
-            choose_compilation(train, world)
+            choose_compilation(config, world)
 
 
-def test_one_process_runs_no_zero_3() -> None:
-    """Guards against a config with ZeRO-3 that is refused, or not compiled, where one process runs it as stage 0."""
-    world = World(rank=0, size=1, device=CUDA, cpu_threads=1)
-    assert choose_compilation(TrainConfig(zero_stage=3), world) == "blocks"
-    assert choose_compilation(TrainConfig(zero_stage=3, compile="model"), world) == "model"
+def of_train(**options: Any) -> Config:
+    return Config(output_dir="runs/x", train=TrainConfig(**options))
+
+
+ONE_PASS = {"global_batch_size": 64, "micro_batch_size": 64}
+
+
+@pytest.mark.parametrize(
+    "options, chosen",
+    [
+        (ONE_PASS, "graphs"),
+        ({**ONE_PASS, "zero_stage": 3}, "graphs"),  # which one process runs as stage 0
+        ({**ONE_PASS, "zero_stage": 3, "compile": "model"}, "model"),
+        ({"global_batch_size": 128, "micro_batch_size": 64}, "blocks"),
+        ({"global_batch_size": 64, "micro_batch_size": "auto"}, "blocks"),
+        ({**ONE_PASS, "activation_checkpointing": True}, "blocks"),
+        ({**ONE_PASS, "deterministic": True}, "blocks"),
+        ({**ONE_PASS, "teacher": "runs/teacher"}, "blocks"),
+    ],
+)
+def test_the_choice_on_one_gpu(options: dict[str, Any], chosen: str) -> None:
+    """Guards against a step that the CPU holds up although it can be one graph, and a graph of what cannot be."""
+    assert choose_compilation(of_train(**options), World(rank=0, size=1, device=CUDA, cpu_threads=1)) == chosen
 
 
 def test_each_node_of_each_run_has_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
