@@ -26,7 +26,7 @@ from pipeline.config import OptimConfig
 from pipeline.kernels import chunked
 from pipeline.kernels.peripheral import aligned_width, biased_attention, packed_attention
 from pipeline.models import convit
-from pipeline.models.common import vit
+from pipeline.models.common import layers, vit
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.build import optimizer_description, parameter_groups
 from pipeline.optim.description import MATRICES
@@ -67,7 +67,7 @@ def forms_of(trace: Trace, model: VisionModel, layout: Layout) -> Iterator[None]
             model.groups_phi = layout.stage < 3
             stack.enter_context(patch.object(vit, "suits_chunks", lambda qkv, bias: False))
             cuda = torch.device("cuda")
-            stack.enter_context(patch.object(vit, "aligned_width", lambda head_dim, _: aligned_width(head_dim, cuda)))
+            stack.enter_context(patch.object(layers, "aligned_width", lambda size, _: aligned_width(size, cuda)))
             if layout.kernels:
                 stack.enter_context(patch.object(vit, "packed_attention", partial(_packed_attention, trace)))
                 stack.enter_context(patch.object(convit, "peripheral_attention", partial(_triton_attention, trace)))

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.kernels import fused, peripheral, peripheral_attention
 from pipeline.kernels.peripheral import biased_attention
 from pipeline.models import create_model, flops, load_reference_state_dict
-from pipeline.models.common import vit
+from pipeline.models.common import layers
 from pipeline.models.common.vit import SelfAttention
 from pipeline.models.convit import PositionalSelfAttention, relative_positions
 from pipeline.models.pervit.model import PeripheralAttention
@@ -100,7 +100,7 @@ def test_padded_heads_of_a_layer_change_nothing(monkeypatch: pytest.MonkeyPatch)
     results = []
     for padded in (True, False):
         if not padded:
-            monkeypatch.setattr(vit, "aligned_width", lambda head_dim, _: head_dim)
+            monkeypatch.setattr(layers, "aligned_width", lambda size, _: size)
         widths: list[int] = []
         with layer.qkv.register_forward_hook(lambda _module, _inputs, qkv, widths=widths: widths.append(qkv.shape[-1])):
             out = layer(x, bias)

@@ -13,13 +13,12 @@ from pipeline.errors import UserError
 from pipeline.kernels.peripheral import aligned_width
 
 PATCH = 16  # side of a patch in pixels
-LAYER_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 
 
-def computed_in(x: Tensor, weight: Tensor) -> torch.dtype:
+def computed_in(device: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a linear layer's product: autocast's, where it is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
 class _Corner(torch.autograd.Function):
@@ -41,9 +40,8 @@ class _Corner(torch.autograd.Function):
 
 
 def with_zeros(values: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``values`` in ``dtype``, and zeros after it on each axis up to ``shape``, whose -1 stand for sizes that stay."""
-    shape = [old if new == -1 else new for old, new in zip(values.shape, shape, strict=True)]
-    return values.to(dtype) if list(values.shape) == shape else _Corner.apply(values, shape, dtype)
+    """``values`` in ``dtype``, and zeros after it on each axis up to ``shape``."""
+    return values.to(dtype) if [*values.shape] == [*shape] else _Corner.apply(values, shape, dtype)
 
 
 def aligned_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,9 +50,9 @@ def aligned_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     cuBLAS has slow kernels for rows that begin anywhere: on an H200 the products of PerViT-M's widths of 468, 540 and 684 channels
     take three to four times as long as with zeros up to 472, 544 and 688.
     """
-    dtype, (outputs, inputs) = computed_in(x, weight), weight.shape
+    outputs, inputs = weight.shape
     wide, high = (aligned_width(size, x.device) for size in (inputs, outputs))
-    if dtype.itemsize != 2 or (wide, high) == (inputs, outputs):
+    if (wide, high) == (inputs, outputs) or (dtype := computed_in(x.device.type, weight.dtype)).itemsize != 2:
         return F.linear(x, weight, bias)
     x = with_zeros(x, [*x.shape[:-1], wide], dtype)
     if bias is not None:
@@ -67,6 +65,30 @@ class AlignedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return aligned_product(x, self.weight, self.bias)
+
+
+class HeadLinear(AlignedLinear):
+    """A linear layer to heads, or from them (``axis`` 1), that lie ``aligned_width`` channels apart where attention reads them.
+
+    Called without ``head_dim`` it is its base class.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, axis: int = 0) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.axis = axis
+
+    def forward(self, x: Tensor, head_dim: int | None = None) -> Tensor:
+        if head_dim is None or (width := aligned_width(head_dim, x.device)) == head_dim:
+            return super().forward(x)
+        dtype = computed_in(x.device.type, self.weight.dtype)
+        weight: Tensor = self.weight.unflatten(self.axis, (-1, head_dim))
+        bias: Tensor | None = self.bias
+        shape = [*weight.shape]
+        shape[self.axis + 1] = width
+        weight = with_zeros(weight, shape, dtype).flatten(self.axis, self.axis + 1)
+        if bias is not None and self.axis == 0:
+            bias = with_zeros(bias.unflatten(0, (-1, head_dim)), shape[:2], dtype).flatten()
+        return aligned_product(x, weight, bias)
 
 
 class MLP(nn.Module):
@@ -119,7 +141,7 @@ def check_sides(sides: Iterable[int], unit: int, least: int | None = None, of_im
             raise UserError(f"{what} must be a multiple of {unit} and at least {least}, got {side}", remedy)
 
 
-def check_same_size(images: Tensor, side: int) -> None:
+def check_size(images: Tensor, side: int) -> None:
     """Raise a UserError unless images (B, 3, H, W) have the size that a model with weights for each position was built for."""
     height, width = images.shape[-2:]
     if height != side or width != side:

@@ -7,21 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
-from pipeline.kernels.peripheral import aligned_width, packed_attention, uses_triton
+from pipeline.kernels.peripheral import packed_attention, uses_triton
 from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scale_branch
-from pipeline.models.common.layers import (
-    LAYER_NORM_EPS,
-    MLP,
-    PATCH,
-    AlignedLinear,
-    aligned_product,
-    check_same_size,
-    check_sides,
-    computed_in,
-    init_linear,
-    resample_grid,
-    with_zeros,
-)
+from pipeline.models.common.layers import MLP, NORM_EPS, PATCH, HeadLinear, check_sides, check_size, init_linear, resample_grid
 from pipeline.models.common.probe import probe
 
 # (authors' name, our name), see VisionModel.reference_names.
@@ -78,30 +66,6 @@ class PositionEmbedding(nn.Module):
         return x + resample_grid(self.weight, self.grid, grid, self.extra_tokens)
 
 
-class HeadLinear(AlignedLinear):
-    """A linear layer to heads, or from them (``axis`` 1), that lie ``aligned_width`` channels apart where attention reads them.
-
-    Called without ``head_dim`` it is its base class.
-    """
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = True, axis: int = 0) -> None:
-        super().__init__(inputs, outputs, bias)
-        self.axis = axis
-
-    def forward(self, x: Tensor, head_dim: int | None = None) -> Tensor:
-        if head_dim is None or (width := aligned_width(head_dim, x.device)) == head_dim:
-            return super().forward(x)
-        dtype = computed_in(x, self.weight)
-        weight: Tensor = self.weight.unflatten(self.axis, (-1, head_dim))
-        bias: Tensor | None = self.bias
-        sizes = [*weight.shape]
-        sizes[self.axis + 1] = width
-        weight = with_zeros(weight, sizes, dtype).flatten(self.axis, self.axis + 1)
-        if bias is not None and self.axis == 0:
-            bias = with_zeros(bias.unflatten(0, (-1, head_dim)), [-1, width], dtype).flatten()
-        return aligned_product(x, weight, bias)
-
-
 class SelfAttention(nn.Module):
     """Multi-head self-attention, optionally with a bias on the scores.
 
@@ -135,9 +99,9 @@ class Block(nn.Module):
     def __init__(self, attention: nn.Module, layout: ViTLayout) -> None:
         super().__init__()
         width = layout.width
-        self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm1 = nn.LayerNorm(width, eps=NORM_EPS)
         self.attn = attention
-        self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
         self.mlp = MLP(width, layout.mlp_ratio * width, width)
         for module in self.modules():
             init_linear(module)
@@ -218,7 +182,7 @@ class ClassTokenModel(VisionModel):
     def add_classifier(self, num_classes: int) -> None:
         """Create ``norm`` and ``head``, and draw the initial values of class token and head."""
         width = self.class_token.shape[-1]
-        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.head = nn.Linear(width, num_classes)
         nn.init.trunc_normal_(self.class_token, std=0.02)
         init_linear(self.head)
@@ -237,7 +201,7 @@ class ClassTokenModel(VisionModel):
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """See the base class. The size is ``image_size``; any multiples of 16 where no position embedding fixes it."""
         if self.position_embedding is not None:
-            check_same_size(images, self.image_size)
+            check_size(images, self.image_size)
         return self.head(self.norm(self.tokens(images, noise)[:, 0]))
 
     def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import Switches, VisionModel, scale_branch
-from pipeline.models.common.layers import LAYER_NORM_EPS, drop_elements
+from pipeline.models.common.layers import NORM_EPS, drop_elements
 from pipeline.models.common.windows import Runs, Tiling
 from pipeline.models.gated_mlp.token_mixing import Covariance, GaussianMap, LearnedMap, mix_tokens, mix_tokens_by_kind
 
@@ -123,7 +123,7 @@ class GatedBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout = dropout
-        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.fc1 = nn.Linear(width, ratio * width)
         self.gate = GatingUnit(ratio * width, window, groups, switches, code)
         self.fc2 = nn.Linear(self.gate.out_width, width)

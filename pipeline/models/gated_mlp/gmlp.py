@@ -13,7 +13,7 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from pipeline.models.common.base import ModelOptions, VisionModel, scales_of_block
-from pipeline.models.common.layers import LAYER_NORM_EPS, PATCH, ModuleList, check_same_size, check_sides
+from pipeline.models.common.layers import NORM_EPS, PATCH, ModuleList, check_sides, check_size
 from pipeline.models.common.windows import Tiling
 from pipeline.models.gated_mlp.gating import GMLP_CODE, GROUPED, GatedBlock, GatingSwitches, run_in_windows
 from pipeline.models.registry import register
@@ -60,7 +60,7 @@ class GMLP(VisionModel):
         groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else 1
         self.stem = nn.Conv2d(3, width, PATCH, stride=PATCH)
         self.blocks = ModuleList(GatedBlock(width, ratio, window, groups, switches, GMLP_CODE) for _ in range(depth))
-        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.head = nn.Linear(width, settings.num_classes)
         # As in timm: Xavier weights and near-zero biases in the blocks, zero-initialized classifier.
         for block in self.blocks:
@@ -74,7 +74,7 @@ class GMLP(VisionModel):
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """See the base class. The size is ``image_size``."""
-        check_same_size(images, self.image_size)
+        check_size(images, self.image_size)
         return self.head(self.norm(self._run_blocks(images, noise)).mean(dim=(1, 2)))  # (B, num_classes)
 
     def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:

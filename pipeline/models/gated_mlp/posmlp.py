@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, VisionModel, dropout_factors, linear_drop_path, scales_of_block
-from pipeline.models.common.layers import LAYER_NORM_EPS, ModuleList, check_same_size, check_sides, init_linear_and_convolution
+from pipeline.models.common.layers import NORM_EPS, ModuleList, check_sides, check_size, init_linear_and_convolution
 from pipeline.models.common.windows import Tiling, relative_index
 from pipeline.models.gated_mlp import posmlp_layers as layers
 from pipeline.models.gated_mlp.gating import GROUPED, POSMLP_CODE, GatedBlock, GatingSwitches, run_in_windows
@@ -122,7 +122,7 @@ class PosMLP(VisionModel):
                 for _ in range(depth)
             ]
             self.stages.append(Stage(before, blocks, windows[i]))
-        self.norm = nn.LayerNorm(channels, eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(channels, eps=NORM_EPS)
         self.head = nn.Linear(channels, settings.num_classes)
         self.apply(init_linear_and_convolution)
 
@@ -164,7 +164,7 @@ class PosMLP(VisionModel):
         """See the base class. H and W are multiples of 32 whose tokens the windows tile."""
         check_windows([stage.window for stage in self.stages], *images.shape[-2:])
         if self.switches.absolute_position:
-            check_same_size(images, self.image_size)
+            check_size(images, self.image_size)
         outputs, for_head = self._run_stages(self.stem(images), noise, self.switches.shift_windows)
         features = self.norm(outputs[-1]).mean(dim=(1, 2))  # (B, 8 * width)
         return self.head(self._dropout(features, for_head))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.common.layers import LAYER_NORM_EPS, ModuleList, resample_grid
+from pipeline.models.common.layers import NORM_EPS, ModuleList, resample_grid
 
 STEM_STRIDE = 4  # pixels per token of the first stage
 BATCH_NORM_EPS = 1e-6  # of the published code
@@ -37,7 +37,7 @@ class LinearStem(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.projection = nn.Conv2d(3, width, STEM_STRIDE, stride=STEM_STRIDE)
-        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.projection(x).permute(0, 2, 3, 1))  # (B, H / 4, W / 4, width)
@@ -49,7 +49,7 @@ class ConvMerging(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, groups=width)
-        self.norm = nn.LayerNorm(2 * width, eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(2 * width, eps=NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
@@ -60,7 +60,7 @@ class LinearMerging(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(4 * width, eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(4 * width, eps=NORM_EPS)
         self.reduction = nn.Linear(4 * width, 2 * width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

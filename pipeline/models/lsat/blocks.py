@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.models.common.base import scale_branch
-from pipeline.models.common.layers import LAYER_NORM_EPS, MLP, resample_grid
+from pipeline.models.common.layers import MLP, NORM_EPS, resample_grid
 from pipeline.models.common.probe import probe
 
 MLP_RATIO = 4
@@ -170,7 +170,7 @@ class Downsampling(nn.Module):
     def __init__(self, width: int, out_width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(width, out_width, 3, padding=1)
-        self.norm = nn.LayerNorm(out_width, eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(out_width, eps=NORM_EPS)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         image = x.squeeze(2).transpose(1, 2).unflatten(2, grid)  # (B, width, rows, columns)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scales_of_block
-from pipeline.models.common.layers import LAYER_NORM_EPS, ModuleList, check_same_size, check_sides, init_linear_and_convolution
+from pipeline.models.common.layers import NORM_EPS, ModuleList, check_sides, check_size, init_linear_and_convolution
 from pipeline.models.lsat.blocks import (
     SHIFTS_32,
     SHIFTS_224,
@@ -82,9 +82,9 @@ class Level(nn.Module):
     def __init__(self, position: PositionEmbedding, blocks: list[AnyBlock], width: int) -> None:
         super().__init__()
         self.position = position
-        self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm1 = nn.LayerNorm(width, eps=NORM_EPS)
         self.blocks = ModuleList(blocks)
-        self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
 
 
 class LSAT(VisionModel):
@@ -128,7 +128,7 @@ class LSAT(VisionModel):
             _build_level(layout, i, self.image_size, variants, switches) for i in range(len(layout.widths))
         )
         self.downsamplings = nn.ModuleList(map(Downsampling, layout.widths, layout.widths[1:]))
-        self.norm = nn.LayerNorm(layout.widths[-1], eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(layout.widths[-1], eps=NORM_EPS)
         self.head = nn.Linear(layout.widths[-1], settings.num_classes)
         self.apply(init_linear_and_convolution)
 
@@ -141,7 +141,7 @@ class LSAT(VisionModel):
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """See the base class. The size is ``image_size``."""
-        check_same_size(images, self.image_size)
+        check_size(images, self.image_size)
         return self.head(self.norm(self._run_levels(images, noise)[-1].squeeze(2)).mean(dim=1))  # (B, num_classes)
 
     def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -16,7 +16,7 @@ from pipeline.models.common.probe import probe
 from pipeline.models.common.windows import Tiling, relative_index
 
 MLP_RATIO = 4
-LAYER_NORM_EPS = 1e-5  # of CvT's and of Swin's published code
+NORM_EPS = 1e-5  # of CvT's and of Swin's published code
 KERNEL = 3  # of the projections, as in all of CvT's models
 KEY_VALUE_STRIDE = 2  # likewise: a quarter of the keys and values
 
@@ -27,7 +27,7 @@ class TokenEmbedding(nn.Module):
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
         self.conv = conv
-        self.norm = nn.LayerNorm(conv.out_channels, eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(conv.out_channels, eps=NORM_EPS)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.norm(self.conv(images).flatten(2).transpose(1, 2)).unsqueeze(2)
@@ -180,9 +180,9 @@ class SwinBlock(nn.Module):
         super().__init__()
         self.window = min(WINDOW, side)
         self.shift = self.window // 2 if shifted and side > self.window else 0
-        self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm1 = nn.LayerNorm(width, eps=NORM_EPS)
         self.attention = WindowAttention(width, heads, self.window)
-        self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
         self.mlp = MLP(width, MLP_RATIO * width, width)
 
     def forward(self, x: Tensor, grid: tuple[int, int], branch_scales: Tensor | None) -> Tensor:

@@ -12,16 +12,7 @@ from torch import Tensor, nn
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scale_branch, scales_of_block
-from pipeline.models.common.layers import (
-    LAYER_NORM_EPS,
-    MLP,
-    PATCH,
-    AlignedLinear,
-    ModuleList,
-    check_same_size,
-    check_sides,
-    init_linear,
-)
+from pipeline.models.common.layers import MLP, NORM_EPS, PATCH, AlignedLinear, ModuleList, check_sides, check_size, init_linear
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import PositionEmbedding, SelfAttention, merge_heads, split_heads
 from pipeline.models.pervit.phi_model import PhiModel
@@ -170,12 +161,12 @@ class Block(nn.Module):
         super().__init__()
         heads, depth = layout.heads, sum(layout.depths)
         self.cpe = nn.Conv2d(width, width, 3, padding=1, groups=width) if switches.cpe else nn.Identity()
-        self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm1 = nn.LayerNorm(width, eps=NORM_EPS)
         if switches.phi_design:
             # Called by PhiModel, once per forward pass.
             self.position = PeripheralPosition(heads, layer, depth, switches.phi_design)
         self.attn = (PeripheralAttention if switches.phi_c else StaticAttention)(width, heads)
-        self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
         self.mlp = MLP(width, layout.mlp_ratio * width, out_width)
         self.residual = nn.Identity() if width == out_width else AlignedLinear(width, out_width)
 
@@ -229,7 +220,7 @@ class PerViT(PhiModel):
         if switches.phi_design:
             self.add_phi_inputs(layout.heads, image_size // PATCH, switches.phi_design)
         self.blocks = ModuleList(Block(widths[i], widths[min(i + 1, depth - 1)], layout, i, switches) for i in range(depth))
-        self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
+        self.norm = nn.LayerNorm(widths[-1], eps=NORM_EPS)
         self.head = nn.Linear(widths[-1], settings.num_classes)
         # Residual linears, stem and CPE keep PyTorch's own initialization, as in the authors' code.
         for block in self.blocks:
@@ -244,7 +235,7 @@ class PerViT(PhiModel):
         """See the base class. H and W are multiples of 16 and at least 32."""
         check_sides(images.shape[-2:], PATCH, LEAST_SIDE, of_images=True)
         if self.switches.position_embedding:
-            check_same_size(images, self.image_size)
+            check_size(images, self.image_size)
         x = self._tokens(self.stem(images), noise)  # (B, N, width)
         return self.head(self.norm(x).mean(dim=1))  # (B, num_classes)
 
