@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipeline.loader.loader import Batch
 
 _DALI = "nvidia.dali"
+_DRAWN = 8  # batches, which are fewer than steps before the measurement
 
 
 class _Nothing(MetaPathFinder, Loader):
@@ -44,7 +45,10 @@ def pretend_dali() -> None:
 
 
 class InMemory:
-    """Stands in for ``Loader``: real requests, and so real labels, mixing weights and noise, with one batch of random pixels."""
+    """Stands in for ``Loader``: real requests, and so real labels, mixing weights and noise, with one batch of random pixels.
+
+    A few of them are drawn and then repeat: a loader draws in another thread, and 5 ms of it in this one would be a part of each step.
+    """
 
     failure = None  # nothing is read ahead
     decode = "gpu"  # where a run's checkpoint would say that images are decoded
@@ -55,11 +59,19 @@ class InMemory:
         self.batches, self.device, self._next = batches, device, start
         self.bad = BadSamples(batches.shards, max_bad_samples, left_out=False)
         self.images = torch.randn(batches.batch_size, 3, batches.image_size, batches.image_size, device=device)  # (B, 3, H, W)
+        self._drawn: list[Batch] = []
 
     def __iter__(self) -> InMemory:
         return self
 
     def __next__(self) -> Batch:
+        if len(self._drawn) < _DRAWN:
+            self._drawn.append(self._draw())
+            return self._drawn[-1]
+        self._next += 1
+        return self._drawn[self._next % _DRAWN]
+
+    def _draw(self) -> Batch:
         from pipeline.augment.mixing import MixupCutmix, mixed_labels
         from pipeline.loader.loader import Batch
 

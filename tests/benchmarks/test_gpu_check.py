@@ -103,7 +103,7 @@ def test_the_order_of_cases() -> None:
     assert [case.stage for case in found[:3]] == ["machine", "data", "decode"]
     steps = [case for case in found if case.stage == "step"]
     first = [(case.options["model"], case.options["compile"]) for case in steps[:3]]
-    assert first == [("pervit_m", "off"), ("pervit_m", AUTO), ("pervit_t", "off")]
+    assert first == [("pervit_m", AUTO), ("pervit_t", AUTO), ("pervit_s", AUTO)]
     assert found.index(steps[4]) < min(number for number, case in enumerate(found) if case.stage == "loader")
     alone = {
         (case.options["model"], case.options["compile"], case.options["micro_batch"]) for case in steps if not case.all_gpus
@@ -182,7 +182,7 @@ def test_a_case_that_hangs_is_cut_with_its_children(context: Context, monkeypatc
 
 def test_one_rank_that_crashes_ends_the_others(context: Context) -> None:
     """Guards against a check that waits for a rank which waits for another that is gone."""
-    _, failing = run_case(Case("step", "two", "on_two", 600), context, 2, 600)
+    *_, failing = run_case(Case("step", "two", "on_two", 600), context, 2, 600)  # rank 0 may not have got to its row
     assert failing["failed"] == "rank 1 ended with SIGABRT"
 
 
