@@ -32,7 +32,7 @@ from pipeline.optim.build import optimizer_description, parameter_groups
 from pipeline.optim.description import MATRICES
 from pipeline.optim.engine import GATHER_BUCKET, REDUCE_BUCKET
 from pipeline.optim.flat import PARTS
-from pipeline.planning.trace import GRADIENTS, PARAMETERS, Trace
+from pipeline.planning.trace import GRADIENTS, PARAMETERS, PERIPHERAL, Trace
 
 OPTIMIZER, BUCKETS = "optimizer state", "communication buckets"
 MASTER, TEMPORARIES = "ZeRO's copy of its weights", "optimizer's temporaries"
@@ -155,7 +155,7 @@ class _Packed(torch.autograd.Function):
             out = qkv.new_empty(batch, tokens, heads, width)
             ctx.save_for_backward(qkv, log_phi, out, qkv.new_empty(batch, heads, tokens, dtype=torch.float32))
         ctx.trace = trace
-        trace.attention(2, _heads_of(qkv), [qkv, log_phi], [out])
+        trace.attention(2, _heads_of(qkv), [qkv, log_phi], [out], name=PERIPHERAL)
         return out
 
     @staticmethod
@@ -167,7 +167,7 @@ class _Packed(torch.autograd.Function):
             torch.empty_like(log_sums)
             if learned:
                 gradients.append(qkv.new_empty(min(_GROUPS, len(qkv)), *log_phi.shape, dtype=log_phi.dtype).sum(0))
-        ctx.trace.attention(5, _heads_of(qkv), [qkv, out, log_phi, grad], gradients, kernels=2 + learned)
+        ctx.trace.attention(5, _heads_of(qkv), [qkv, out, log_phi, grad], gradients, 2 + learned, PERIPHERAL)
         return None, *gradients, *([] if learned else [None])
 
 

@@ -21,11 +21,12 @@ from pipeline.errors import UserError, counted
 from pipeline.hardware import Gpu
 from pipeline.optim.engine import REDUCE_BUCKET
 from pipeline.optim.flat import PARTS
-from pipeline.planning.trace import ATTENTION, CONVOLUTION, MAP, NARROW, PRODUCT, TRANSCENDENTAL, Operator
+from pipeline.planning.trace import ATTENTION, CONVOLUTION, MAP, NARROW, PERIPHERAL, PRODUCT, TRANSCENDENTAL, Operator
 
 # Shares of a data sheet's figures that kernels reach. They fit the steps that others have published for five GPUs
 # (benchmarks/results/plan_time_published.csv); the share of depthwise convolutions is an assumption.
 _SHARES = {PRODUCT: 0.55, ATTENTION: 0.25, CONVOLUTION: 0.60, NARROW: 0.05}
+_PERIPHERAL_SHARE = 0.055  # of our attention kernels: 43 to 56 TFLOP/s on an H200 (docs/results/step.md)
 # Cards for games clock higher than their data sheets say; Hopper and Blackwell lower under load, and their matrix units are too
 # fast for products of a vision model's widths. The first letters of their names:
 _PRODUCTS = {"rtx": 1.0, "h": 0.45, "b": 0.45}
@@ -49,7 +50,8 @@ class GpuRates:
     """A GPU by its data sheet and the shares of it that kernels reach."""
 
     gpu: Gpu
-    host = 8e-6  # seconds of the CPU to start an operator, by PyTorch without CUDA graphs; an assumption
+    # Seconds of the CPU to start an operator without CUDA graphs, on an EPYC; 60e-6 on the virtual CPUs beside an H200.
+    host = 25e-6
     bandwidth_share = 0.75
 
     @property
@@ -78,6 +80,7 @@ class GpuRates:
             problem = f"train.precision=bf16 requires a GPU with bf16, got {self.gpu.name}"
             raise UserError(problem, "set train.precision=fp32, or choose another GPU")
         share = self.shares[operator.kind] if half or operator.kind != PRODUCT else _SINGLE
+        share = _PERIPHERAL_SHARE if operator.name == PERIPHERAL else share
         return max(operator.flops / (peak * share), least)
 
 

@@ -24,6 +24,7 @@ PARAMETERS, WEIGHT_COPIES, GRADIENTS = "parameters", "bf16 copies of the weights
 PRODUCT, ATTENTION, CONVOLUTION, NARROW, MAP = (
     "matrix products", "attention", "convolutions", "depthwise and narrow convolutions", "bandwidth-bound operators",
 )  # fmt: skip
+PERIPHERAL = "peripheral attention"  # a name of operators
 KINDS = (PRODUCT, ATTENTION, CONVOLUTION, NARROW, MAP)
 _NARROW_SIDE = 32  # a convolution whose weights are a smaller matrix, per group, keeps no matrix unit busy
 
@@ -125,7 +126,7 @@ class Trace(TorchDispatchMode):
         self.kept.add(self._known(tensor).number)
 
     def attention(
-        self, products: int, qkv: Sequence[Tensor], read: list[Tensor], written: list[Tensor], kernels: int = 1
+        self, products: int, qkv: Sequence[Tensor], read: list[Tensor], written: list[Tensor], kernels: int = 1, name: str = ""
     ) -> None:
         """Write down attention, or its gradients, as one operator.
 
@@ -133,6 +134,7 @@ class Trace(TorchDispatchMode):
             products: of matrices: 2 forward, more backward.
             qkv: queries, keys and values, (..., N, head_dim) each.
             kernels: that it starts on a GPU.
+            name: :data:`PERIPHERAL` if they are ours.
         """
         if self._records:
             q, k, v = qkv
@@ -141,7 +143,7 @@ class Trace(TorchDispatchMode):
             # A forward pass within a backward pass is that of a recomputation.
             again = self._backward and products == 2
             facts = {"kind": ATTENTION, "flops": flops, "elements": scores, "recomputed": again, "kernels": kernels}
-            self._add("attention", read, written, **facts)
+            self._add(name or "attention", read, written, **facts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
