@@ -46,7 +46,7 @@ def test_the_question_of_a_restart_reads_the_runs_checkpoints(tmp_path: Path) ->
     (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)
     for restart in range(4):
         asked = run_module(
-            "examples.detection.restart",
+            "examples.detection.train",
             *("--exit-code", 75, "--config", path),
             check=False,
             SLURM_JOB_ID="5",

@@ -160,7 +160,7 @@ def test_the_parameters_of_table_8() -> None:
 
 def test_average_precision_of_known_detections(few: Path) -> None:
     """Guards against boxes as corners where COCO's have a width, category ids that are labels, and masks with rows for columns."""
-    from examples.detection.evaluation import score
+    from examples.detection.loop import score
 
     truth = json.loads((few / "val.json").read_text())
     found = [{**each, "score": 0.9} for each in truth["annotations"]]
