@@ -1,1 +1,1 @@
-"""Object detection on the features of this project's models, with the heads of torchvision: README.md has the order of reading."""
+"""Object detection on this project's models, with the heads of torchvision: README.md has the order of reading."""

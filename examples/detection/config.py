@@ -1,7 +1,5 @@
 """Define every key of a detection run; ``python -m examples.detection.config`` prints them as a Markdown table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -36,8 +34,6 @@ class ModelConfig(Section):
     """Channels of the feature pyramid and of the heads; the box head of Mask R-CNN has four times as many."""
     box_samples: Annotated[int, Field(ge=1, le=10**5)] = 512
     """Proposals per image on which the heads of Mask R-CNN train, at most a quarter of them on an object."""
-    anchor_scale: Annotated[float, Field(gt=0, le=64)] | None = None
-    """Side of a level's smallest anchor in strides of the level; null: the papers' 4 for RetinaNet, 8 for Mask R-CNN."""
 
 
 class DataConfig(Section):
@@ -57,16 +53,6 @@ class DataConfig(Section):
     """Probability of a horizontal flip."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Decoder threads per rank; null: the node's CPU cores divided by its ranks."""
-    read_ahead: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Micro-batches that are decoded ahead."""
-    mean: tuple[values.Mean, values.Mean, values.Mean] = (0.485, 0.456, 0.406)
-    """Normalization, per RGB channel, of pixels in [0, 1]."""
-    std: tuple[values.Deviation, values.Deviation, values.Deviation] = (0.229, 0.224, 0.225)
-    """Normalization, per RGB channel, of pixels in [0, 1]."""
-
-    def misfits(self) -> Iterator[str]:
-        if self.short_side > self.long_side:
-            yield f"data.short_side must be at most data.long_side {self.long_side}, got {self.short_side}"
 
 
 class ScheduleConfig(Section):
@@ -106,10 +92,6 @@ class EvalConfig(Section):
     """Epochs between evaluations; there is always one at the end, and null means only that one."""
     batch_size: BatchSize = 2
     """Images per forward pass and rank."""
-    score_threshold: Fraction = 0.05
-    """Detections with a lower score are dropped."""
-    detections: values.PositiveInt = 100
-    """Most detections per image; COCO's metrics use 100."""
 
 
 class CheckpointConfig(Section):
@@ -140,37 +122,23 @@ class DetectionConfig(Section):
 
     def misfits(self) -> Iterator[str]:
         if self.model.batchnorm == "frozen" and self.model.init_from is None:
-            yield (
-                "model.batchnorm=frozen requires model.init_from, got null: name the pretrained weights whose statistics it keeps, or "
-                "set model.batchnorm=batch to train from scratch"
-            )
+            remedy = "name the weights whose statistics it keeps, or set model.batchnorm=batch to train from scratch"
+            yield f"model.batchnorm=frozen requires model.init_from, got null: {remedy}"
+        if self.data.short_side > self.data.long_side:
+            yield f"data.short_side must be at most data.long_side {self.data.long_side}, got {self.data.short_side}"
 
     @property
     def has_masks(self) -> bool:
         return self.model.detector == "mask_rcnn"
 
     def for_package(self, categories: int) -> package.Config:
-        """What the package's engine, log and checkpoints know of a run, as they take it. Casts to bf16 are the detector's own."""
-        optim = self.optim.model_dump(include={"lr", "weight_decay", "clip_grad_norm"})
-        train = self.train.model_dump(exclude={"precision"})
-        model = self.model.model_dump(include={"name", "image_size", "switches"})
-        return package.Config(
-            output_dir=self.output_dir,
-            seed=self.seed,
-            model=package.ModelConfig(**model, num_classes=categories),
-            train=package.TrainConfig(**train, precision="fp32", zero_stage=0),
-            optim=package.OptimConfig(**optim),
-            checkpoint=package.CheckpointConfig(**self.checkpoint.model_dump(), keep_best=False),
-            log=package.LogConfig(**self.log.model_dump()),
-            distributed=self.distributed,
-        )
-
-
-def is_free(key: str) -> bool:
-    """Whether a resumed run may change a key: it affects neither the images of a step nor the weights beyond rounding. Paths are
-    free because the annotations are compared by content."""
-    free = ("output_dir", "train.max_steps", "train.micro_batch_size", "data.num_threads", "data.read_ahead")
-    return key in free or key.startswith(("data.train_", "data.val_", "eval.", "checkpoint.", "log.", "distributed."))
+        """The run as the package's engine, log and checkpoints know it. Casts to bf16 are the detector's own."""
+        own = self.model_dump(include={"output_dir", "seed", "log", "distributed"})
+        own["model"] = self.model.model_dump(include={"name", "image_size", "switches"}) | {"num_classes": categories}
+        own["train"] = self.train.model_dump() | {"precision": "fp32", "zero_stage": 0}
+        own["optim"] = self.optim.model_dump(include={"lr", "weight_decay", "clip_grad_norm"})
+        own["checkpoint"] = self.checkpoint.model_dump() | {"keep_best": False}
+        return package.Config.model_validate(own)
 
 
 def main() -> None:

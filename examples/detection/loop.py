@@ -1,289 +1,256 @@
-"""Train a detector on the package's parts: its engine, schedule, checkpoints, log and agreement between ranks."""
+"""Train a detector on the package's parts: its training step, schedule, checkpoints, log and agreement between ranks.
 
-from __future__ import annotations
+Average precision (AP) is that of COCO's own program, pycocotools, over the images of all ranks.
+"""
 
-import itertools
-import math
-import time
+import io
+import json
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack, closing, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
 
-from examples.detection.coco import CocoSet, check_sets, read_coco
-from examples.detection.config import DetectionConfig, is_free
-from examples.detection.data import Batch, Request, batches, request
-from examples.detection.evaluation import evaluate
+from examples.detection.config import DetectionConfig
+from examples.detection.data import Batch, batches, check_sets, read_coco, read_image
 from examples.detection.model import build_detector
 from pipeline.checkpoint import loading
 from pipeline.checkpoint.folder import sweep
 from pipeline.checkpoint.manifest import RunState
 from pipeline.checkpoint.saver import Saver
-from pipeline.cluster.agreement import Agreement, do_in_main, raise_on_all
+from pipeline.cluster.agreement import Agreement, do_in_main
 from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
 from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.cluster.world import World
-from pipeline.config import Config, accumulation_steps, config_to_yaml, flatten
+from pipeline.config import accumulation_steps, config_to_yaml, flatten, is_free
 from pipeline.errors import PREEMPTED, UserError
 from pipeline.files import replace_text
-from pipeline.logs.console import say_once
 from pipeline.logs.run_log import RunLog
-from pipeline.metrics import record, recording
+from pipeline.metrics import recording
 from pipeline.optim.averages import StepStatistics
 from pipeline.optim.build import optimizer_description
 from pipeline.optim.description import MATRICES
-from pipeline.optim.engine import build_engine, micro_batches, optimizer_step, set_learning_rate
+from pipeline.optim.engine import build_engine
 from pipeline.runs import CONFIG
 from pipeline.runs.state import is_complete
+from pipeline.step.train_step import TrainState, train_step
 from pipeline.stream.schedule import Schedule
 from pipeline.training.folder import config_hash, open_run_folder
 
-
-@dataclass
-class Run:
-    """What the loop works with. The last two fields change as it goes on."""
-
-    config: DetectionConfig
-    settings: Config  # the same, for the package
-    world: World
-    stop: StopSignal
-    heartbeat: Heartbeat
-    train_set: CocoSet
-    val_set: CocoSet
-    schedule: Schedule
-    engine: Any  # DeepSpeed's, with the Detector as its module
-    statistics: StepStatistics
-    agreement: Agreement
-    saver: Saver
-    log: RunLog
-
-    step: int  # done
-    evaluation_due: bool
-
-    def exchange_status(self) -> bool:
-        """Whether some rank has received a signal; publish a checkpoint that all ranks have written. Collective, once per step."""
-        agreed = self.agreement.exchange(self.stop.received, self.saver.failed, self.saver.written)
-        self.saver.settle(agreed)
-        return agreed.stop != 0
-
-    def state(self) -> RunState:
-        """What a checkpoint of this moment says."""
-        return RunState(
-            step=self.step,
-            samples=self.schedule.samples(self.step),
-            skipped_steps=0,
-            config={**self.settings.model_dump(mode="json"), "detection": self.config.model_dump(mode="json")},
-            config_hash=config_hash(self.settings),
-            classes=self.train_set.category_names,
-            data={"samples": self.schedule.images, "fingerprint": self.train_set.digest},
-            world_size=self.world.size,
-            zero_stage=0,
-            last_step=self.schedule.last_step,
-            evaluation_due=self.evaluation_due,
-        )
+_NAMES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")  # the first six of COCOeval.stats
+Found = list[dict[str, Any]]  # detections in COCO's format for results
 
 
 def connect_and_train(config: DetectionConfig, stop: StopSignal) -> int:
-    """Join the other ranks and train to the end of the schedule, from the newest intact checkpoint if there is one.
-
-    Returns:
-        The exit code: 0 at the end, ``PREEMPTED`` after a signal, with a checkpoint.
-
-    Raises:
-        UserError: config, annotations, images and run folder do not fit together, or a gradient is not finite.
-    """
+    """Join the other ranks and train to the end of the schedule, from the newest intact checkpoint if there is one. Returns the
+    exit code: 0 at the end, ``PREEMPTED`` after a signal, with a checkpoint. Raises UserError: config, data and run folder do
+    not fit together, or a gradient is not finite."""
     folder = Path(config.output_dir)
     world = init_world(config.distributed.collective_timeout, folder)
     torch.backends.cudnn.benchmark = False  # images differ in size, and each size would be tried out
     with Heartbeat(world, config.distributed, folder) as heartbeat, ExitStack() as stack:
-        run = _start(config, world, stop, heartbeat, stack)
-        stopped = run is not None and _train(run)
+        stopped = Training(config, world, stop, heartbeat, stack).run()
     disconnect()
     return PREEMPTED if stopped else 0
 
 
-def _start(config: DetectionConfig, world: World, stop: StopSignal, heartbeat: Heartbeat, stack: ExitStack) -> Run | None:
-    """Read the data, build the model, load the newest checkpoint. None if there is nothing left to train. Collective."""
-    train_set, val_set = _read_sets(config, world)
-    folder, train, images = Path(config.output_dir), config.train, len(train_set.trained)
-    settings = config.for_package(len(train_set.category_ids))
-    accumulation = accumulation_steps(settings.train, world.size)
-    schedule = Schedule(images, train.global_batch_size, train.epochs, train.max_steps)
-    if lock := open_run_folder(folder, world):
-        stack.callback(lock.release)
-    do_in_main(lambda: sweep(folder), world)
-    verified = loading.newest_intact(folder, world)
-    before = verified.state if verified else None
-    if before:
-        check_same_run(config, train_set.digest, before)
-        if is_complete(before.step, before.evaluation_due, schedule.last_step):
-            say_once(world, f"{folder} is complete at step {before.step}: nothing to train")
-            return None
-    torch.manual_seed(config.seed)  # equal weights on all ranks
-    model, notes = build_detector(config, len(train_set.category_ids), fresh=before is None)
-    engine = build_engine(model, settings, world, _all_decayed(model, settings))
-    if verified:
-        loading.load(engine, verified, None, world)
-    step, agreement = before.step if before else 0, Agreement(config.distributed.collective_timeout)
-    log = RunLog(settings, world, step, schedule, flops_per_image=None)
-    stack.callback(log.close)
-    do_in_main(lambda: replace_text(folder / CONFIG, config_to_yaml(config)), world)
-    for sentence in dict.fromkeys((*train_set.notes, *val_set.notes, *notes)):
-        log.say(sentence)
-    log.say(
-        f"{config.model.detector} on {config.model.name}, {world.device}: {sum(map(torch.numel, model.parameters())):,} parameters; "
-        f"{images:,} training and {len(val_set.images):,} validation images, {len(train_set.category_ids)} categories; batch "
-        f"{train.global_batch_size} = {train.micro_batch_size} x {world.size} x {accumulation}; steps {step} to {schedule.last_step}"
-    )
-    statistics = StepStatistics(nn.Identity() if model.frozen else model, world)  # of a frozen model there are none
-    saver = Saver(folder, world, settings.checkpoint, agreement, partial(heartbeat.still, "saving"))
-    due = before.evaluation_due if before else False
-    parts = (config, settings, world, stop, heartbeat, train_set, val_set, schedule, engine, statistics, agreement, saver, log)
-    return Run(*parts, step, due)
+class Training:
+    """A run on one rank, from its newest checkpoint on; ``step`` is the last one that is done. All methods are collective."""
 
+    def __init__(self, config: DetectionConfig, world: World, stop: StopSignal, heartbeat: Heartbeat, stack: ExitStack) -> None:
+        self.config, self.world, self.stop, self.heartbeat = config, world, stop, heartbeat
+        data, train, masks, folder = config.data, config.train, config.has_masks, Path(config.output_dir)
+        self.train_set = read_coco(Path(data.train_annotations), Path(data.train_images), masks, "data.train_annotations")
+        self.val_set = read_coco(Path(data.val_annotations), Path(data.val_images), masks, "data.val_annotations")
+        check_sets(self.train_set, self.val_set)
+        self.images, categories = self.train_set.trained, len(self.train_set.categories)
+        self.schedule = Schedule(len(self.images), train.global_batch_size, train.epochs, train.max_steps)
+        self.settings = config.for_package(categories)
+        self.accumulation = accumulation_steps(self.settings.train, world.size)
+        if lock := open_run_folder(folder, world):
+            stack.callback(lock.release)
+        do_in_main(lambda: sweep(folder), world)
+        verified = loading.newest_intact(folder, world)
+        self.step, self.evaluation_due = 0, False
+        if verified:
+            check_same_run(config, self.train_set.digest, verified.state)
+            self.step, self.evaluation_due = verified.state.step, verified.state.evaluation_due
+        torch.manual_seed(config.seed)  # equal weights on all ranks
+        model, notes = build_detector(config, categories, fresh=verified is None)
+        # One group, norms and biases too, as by mmdetection's default; the package's own groups do not let these decay.
+        learns = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        group = {"params": [*learns.values()], "names": [*learns], "weight_decay": config.optim.weight_decay, MATRICES: False}
+        optimizer = optimizer_description(self.settings.optim).build([group], self.settings.optim)
+        self.engine: Any = build_engine(model, self.settings, world, optimizer)
+        if verified:
+            loading.load(self.engine, verified, None, world)
+        objective: Any = model.total
+        self.train_state = TrainState(self.engine, StepStatistics(model, world), None, objective)
+        self.agreement = Agreement(config.distributed.collective_timeout)
+        self.saver = Saver(folder, world, self.settings.checkpoint, self.agreement, lambda: heartbeat.still("saving"))
+        self.log = RunLog(self.settings, world, self.step, self.schedule, flops_per_image=None)
+        stack.callback(self.log.close)
+        do_in_main(lambda: replace_text(folder / CONFIG, config_to_yaml(config)), world)
+        for sentence in dict.fromkeys((*self.train_set.notes, *self.val_set.notes, *notes)):
+            self.log.say(sentence)
+        self.log.say(
+            f"{config.model.detector} on {config.model.name}, {world.device}: {sum(map(torch.numel, model.parameters())):,} "
+            f"parameters; {len(self.images):,} training and {len(self.val_set.images):,} validation images; "
+            f"batch {train.global_batch_size} = {train.micro_batch_size} x {world.size} x {self.accumulation}; "
+            f"steps {self.step} to {self.schedule.last_step}"
+        )
 
-def _read_sets(config: DetectionConfig, world: World) -> tuple[CocoSet, CocoSet]:
-    data, error = config.data, None
-    try:
-        train = read_coco(Path(data.train_annotations), Path(data.train_images), config.has_masks, "data.train_annotations")
-        val = read_coco(Path(data.val_annotations), Path(data.val_images), config.has_masks, "data.val_annotations")
-        check_sets(train, val)
-    except UserError as problem:
-        error = problem
-    raise_on_all(error, world)
-    return train, val
+    def run(self) -> bool:
+        """Take the steps until the schedule ends or a rank has to stop; returns whether it was stopped."""
+        if is_complete(self.step, self.evaluation_due, self.schedule.last_step):
+            self.log.say(f"{self.config.output_dir} is complete at step {self.step}: nothing to train")
+            return False
+        stopping = self.agreement.ask(self.stop.received != 0)  # received while the run was built
+        if not stopping and self.evaluation_due:
+            self._complete_step(stopping)
+        with closing(batches(self.config, self.images, self.world, self.step, self.accumulation)) as loader:
+            while self.step < self.schedule.last_step and not stopping:
+                self._step(loader)
+                agreed = self.agreement.exchange(self.stop.received, self.saver.failed, self.saver.written)
+                self.saver.settle(agreed)
+                stopping = agreed.stop != 0 and self.step < self.schedule.last_step
+                self.evaluation_due = self.schedule.passes(self.step, self.config.eval.every_epochs)
+                self._complete_step(stopping)
+        self.saver.finish()
+        ends = "stopped by a signal at step {}: the same command resumes from here" if stopping else "done at step {}"
+        self.log.say(ends.format(self.step))
+        return stopping
+
+    def _step(self, loader: Iterator[Batch]) -> None:
+        """Take one optimizer step and log it."""
+        step, lr = self.step + 1, learning_rate(self.step, self.schedule, self.config)
+
+        def next_batch() -> Any:
+            self.heartbeat.at(step, "reading data")
+            batch = next(loader)
+            self.heartbeat.at(step, "training")
+            return batch
+
+        self.engine.train()
+        with recording() as metrics:
+            result = train_step(self.train_state, next_batch, lr, self.config.seed)
+        if not result.taken:
+            problem = f"the gradient of step {step} must be finite, got {float(result.grad_norm)}"
+            remedy = "lower optim.lr, raise optim.warmup_steps, or set optim.clip_grad_norm"
+            raise UserError(problem, f"{remedy}; the newest checkpoint is from before this step")
+        self.step = step
+        self.log.step(step, metrics)
+
+    def _complete_step(self, stopping: bool) -> None:
+        """After a step, evaluate and save a checkpoint if they are due; with ``stopping`` the next start evaluates."""
+        every = self.config.checkpoint.every_steps
+        saves = stopping or self.evaluation_due or (every is not None and self.step % every == 0)
+        if self.evaluation_due and not stopping:
+            self.log.flush()
+            self.log.scores(self.step, self._evaluate())
+            self.evaluation_due = False
+        if saves:
+            self.heartbeat.at(self.step, "saving")
+            self.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
+            state = RunState(
+                step=self.step,
+                samples=self.schedule.samples(self.step),
+                skipped_steps=0,
+                config={**self.settings.model_dump(mode="json"), "detection": self.config.model_dump(mode="json")},
+                config_hash=config_hash(self.settings),
+                classes=[*self.train_set.categories.values()],
+                data={"samples": len(self.images), "fingerprint": self.train_set.digest},
+                world_size=self.world.size,
+                zero_stage=0,
+                last_step=self.schedule.last_step,
+                evaluation_due=self.evaluation_due,
+            )
+            self.saver.save(self.engine, None, state)
+            self.log.restart_clock()
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Detect in all validation images, write ``detections.json`` and score it: percent by name on every rank, AP, AP50, ...
+        of boxes, and mask_AP, ... where the detector has masks. Raises UserError: an image cannot be read."""
+        world, coco, masks, detector = self.world, self.val_set, self.config.has_masks, self.engine.module.eval()
+        category_ids = [-1, *coco.categories] if masks else [*coco.categories]  # with masks, label 0 is the background
+        found, size = Found(), self.config.eval.batch_size * world.size
+        for first in range(0, len(coco.images), size):
+            self.heartbeat.at(self.step, "evaluating")
+            part = coco.images[first + world.rank : first + size : world.size]
+            detected = detector(Batch([read_image(image).to(world.device) for image in part])) if part else []
+            results = [each for image, its in zip(part, detected) for each in as_results(image.id, its, category_ids)]
+            for of_rank in world.gather(results):
+                found += of_rank if world.is_main else []
+
+        def score_all() -> dict[str, float]:
+            replace_text(Path(self.config.output_dir, "detections.json"), json.dumps(found))
+            of_masks = score(coco.path, found, "segm") if masks else {}
+            return {**score(coco.path, found, "bbox"), **{f"mask_{name}": value for name, value in of_masks.items()}}
+
+        return world.from_main(do_in_main(score_all, world))
 
 
 def check_same_run(config: DetectionConfig, data: str, before: RunState) -> None:
-    """Check that a run continues with its config and its data, whose digest is ``data``.
-
-    Raises:
-        UserError: a key differs that determines the weights, or the training annotations do.
-    """
+    """Check that a run continues with its config and its data, whose digest is ``data``. Raises UserError: a key differs that
+    determines the weights, or the training annotations do."""
     begun, now = before.config.get("detection"), flatten(config)
     if begun is None:
         raise UserError(f"{config.output_dir} has the checkpoints of a classifier", "choose another output_dir")
-    earlier = flatten(DetectionConfig.model_validate(begun))
-    changed = [key for key in now if not is_free(key) and earlier[key] != now[key]]
-    if changed:
-        first = changed[0]
-        more = f" and {len(changed) - 1} more keys" if len(changed) > 1 else ""
-        problem = f"{config.output_dir} was started with {first}={earlier[first]}, got {now[first]}{more}"
+    earlier = begun | {f"{name}.{key}": part[key] for name, part in begun.items() if isinstance(part, dict) for key in part}
+    paths = ("data.train_", "data.val_")  # the annotations are compared by content
+    decisive = [key for key in now if not is_free(key) and not key.startswith(paths)]
+    if changed := [f"{key}={earlier.get(key)}, got {now[key]}" for key in decisive if earlier.get(key) != now[key]]:
+        problem = f"{config.output_dir} was started with {'; with '.join(changed)}"
         raise UserError(problem, "set it back, or choose another output_dir")
     if before.data["fingerprint"] != data:
         problem = f"{config.output_dir} was started with other annotations than {config.data.train_annotations}"
         raise UserError(problem, "set data.train_annotations back, or choose another output_dir")
 
 
-def _all_decayed(model: nn.Module, settings: Config) -> torch.optim.Optimizer:
-    """AdamW with one group, norms and biases too, as by mmdetection's default; the package's own groups leave those out."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    group = {
-        "params": list(trained.values()),
-        "names": list(trained),
-        "weight_decay": settings.optim.weight_decay,
-        MATRICES: False,
-    }
-    return optimizer_description(settings.optim).build([group], settings.optim)
-
-
 def learning_rate(step: int, schedule: Schedule, config: DetectionConfig) -> float:
-    """Linear warm-up, then multi-step decay, both by the step, as mmdetection's 1x schedule.
-
-    Args:
-        step: optimizer steps before this one.
-    """
+    """Linear warm-up, then multi-step decay, both by the steps before this one, as mmdetection's 1x schedule."""
     optim = config.optim
     decays = sum(schedule.epoch(step) >= epoch for epoch in optim.decay_epochs)
-    rate = optim.lr * optim.decay_factor**decays
-    if step >= optim.warmup_steps:
-        return rate
-    return rate * (optim.warmup_factor + (1 - optim.warmup_factor) * step / optim.warmup_steps)
+    warmup = min(1.0, step / optim.warmup_steps) if optim.warmup_steps else 1.0
+    return optim.lr * optim.decay_factor**decays * (optim.warmup_factor + (1 - optim.warmup_factor) * warmup)
 
 
-def _train(run: Run) -> bool:
-    """Take the steps of a run until its schedule ends or a rank has to stop; returns whether it was stopped. Collective."""
-    stopping = run.agreement.ask(run.stop.received != 0)  # received while the run was built
-    if not stopping and run.evaluation_due:
-        _complete_step(run, stopping)
-    threads = run.config.data.num_threads or run.world.cpu_threads
-    with closing(batches(run.train_set.trained, _requests(run), run.config, threads)) as loader:
-        while run.step < run.schedule.last_step and not stopping:
-            with recording() as metrics:
-                _step(run, loader)
-            run.log.step(run.step, metrics)
-            stopping = run.exchange_status() and run.step < run.schedule.last_step
-            run.evaluation_due = run.schedule.passes(run.step, run.config.eval.every_epochs)
-            _complete_step(run, stopping)
-    run.saver.finish()
-    ends = (
-        f"stopped by a signal at step {run.step}: the same command resumes from here"
-        if stopping
-        else f"done at step {run.step}"
-    )
-    run.log.say(ends)
-    return stopping
+def as_results(image_id: int, detected: dict[str, torch.Tensor], category_ids: list[int]) -> Found:
+    """An image's detections; ``category_ids`` by label."""
+    boxes = detected["boxes"].cpu().double()
+    boxes[:, 2:] -= boxes[:, :2]  # x, y, width, height
+    results = [
+        {"image_id": image_id, "category_id": category_ids[label], "bbox": [round(value, 2) for value in box], "score": score}
+        for label, score, box in zip(detected["labels"].tolist(), detected["scores"].tolist(), boxes.tolist())
+    ]
+    if "masks" in detected:
+        from pycocotools import mask
+
+        drawn = (detected["masks"][:, 0] > 0.5).cpu().numpy().astype(np.uint8)  # (n, H, W); He et al., ICCV 2017, Sec. 3.1
+        for result, pixels in zip(results, drawn):
+            encoded = mask.encode(np.asfortranarray(pixels))
+            result["segmentation"] = {"size": encoded["size"], "counts": encoded["counts"].decode()}
+    return results
 
 
-def _requests(run: Run) -> Iterator[Request]:
-    """Of this rank, from the next step on."""
-    parts = run.engine.gradient_accumulation_steps() * run.world.size
-    for step in itertools.count(run.step):
-        for part in range(run.world.rank, parts, run.world.size):
-            yield request(run.config, run.schedule.images, step, part, parts)
+def score(truth: Path, found: Found, kind: str) -> dict[str, float]:
+    """COCO's metrics in percent for a COCO file and a ``kind``, "bbox" or "segm", by the names of ``_NAMES``, without the sizes
+    of which there is no ground truth; -100 without any, as pycocotools has it."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
 
-
-def _step(run: Run, loader: Iterator[Batch]) -> None:
-    """Take one optimizer step, and record its metrics."""
-    engine, device, step = run.engine, run.world.device, run.step + 1
-    lr = learning_rate(run.step, run.schedule, run.config)
-    set_learning_rate(engine, lr)
-    engine.train()
-    run.statistics.begin()
-    for number in micro_batches(engine):
-        run.heartbeat.at(step, "reading data")
-        asked = time.perf_counter()
-        batch = next(loader)
-        record("data_wait", time.perf_counter() - asked, reduce="slowest")
-        run.heartbeat.at(step, "training")
-        run.statistics.micro_batch(number)
-        count = engine.module.pyramid.features.noise_per_sample
-        noise = batch.request.noise(run.config.seed, count).to(device) if count else None
-        losses = engine(*batch.to(device), noise, batch.request.torch_seed.tolist())
-        loss = torch.stack(list(losses.values())).sum()
-        engine.backward(loss)
-        grad_norm = optimizer_step(engine)
-        for name, value in {"loss": loss, **losses}.items():
-            record(name, value)
-    assert grad_norm is not None  # the last micro-batch completes the step
-    if not math.isfinite(grad_norm):
-        raise UserError(
-            f"the gradient of step {step} must be finite, got {float(grad_norm)}",
-            "lower optim.lr, raise optim.warmup_steps, or set optim.clip_grad_norm; the newest checkpoint is from before this step",
-        )
-    run.statistics.end(taken=True)
-    record("lr", lr, reduce="max")
-    record("grad_norm", grad_norm, reduce="max")
-    run.step = step
-
-
-def _complete_step(run: Run, stopping: bool) -> None:
-    """After a step, evaluate and save a checkpoint if they are due; with ``stopping`` the next start evaluates."""
-    every = run.config.checkpoint.every_steps
-    saves = stopping or run.evaluation_due or (every is not None and run.step % every == 0)
-    if run.evaluation_due and not stopping:
-        run.log.flush()
-        alive = partial(run.heartbeat.at, run.step, "evaluating")
-        run.log.scores(run.step, evaluate(run.config, run.engine.module, run.val_set, run.world, alive))
-        run.evaluation_due = False
-    if saves:
-        run.heartbeat.at(run.step, "saving")
-        run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
-        run.saver.save(run.engine, None, run.state())
-        run.log.restart_clock()
+    if not found:  # pycocotools cannot load an empty list
+        return dict.fromkeys(_NAMES, 0.0)
+    beside = "bbox" if kind == "segm" else ""  # beside a box pycocotools would take an object's area from that
+    copies = [{key: value for key, value in each.items() if key != beside} for each in found]  # it writes into them
+    with redirect_stdout(io.StringIO()):
+        known = COCO(str(truth))
+        evaluation = COCOeval(known, known.loadRes(copies), kind)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return {name: 100 * value for name, value in zip(_NAMES, evaluation.stats.tolist()) if value >= 0 or "_" not in name}

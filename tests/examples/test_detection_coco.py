@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples.detection.coco import CocoSet, check_sets, read_coco
-from examples.detection.data import read_image
+from examples.detection.data import CocoSet, check_sets, read_coco, read_image
 from pipeline.errors import UserError
 
 SQUARE = [[10, 10, 40, 10, 40, 30, 10, 30]]
@@ -48,7 +47,7 @@ def read(folder: Path, tree: object, masks: bool = True) -> CocoSet:
 def test_a_correct_file(tmp_path: Path, tree: dict) -> None:
     """Guards against labels in the order of the file, and boxes as x, y, width, height."""
     coco = read(tmp_path, tree)
-    assert ([image.id for image in coco.images], coco.category_ids, coco.category_names) == ([3, 7], [2, 5], ["cat", "dog"])
+    assert ([image.id for image in coco.images], [*coco.categories.items()]) == ([3, 7], [(2, "cat"), (5, "dog")])
     (image,) = coco.trained
     assert (image.boxes, image.labels, image.segmentations) == ([(10, 10, 40, 30)], [1], [SQUARE])
     assert coco.notes == [

@@ -151,6 +151,7 @@ def test_the_backbone_starts_from_a_classifier(narrow: str, tmp_path: Path) -> N
     assert own.keys() == {name for name in theirs if not name.startswith("head.")}
     assert all(torch.equal(value, theirs[name]) for name, value in own.items())
     assert "weights.pth" in notes[0]
+    assert not features.train().stem.norms[0].training  # it keeps the statistics
     model["init_from"] = str(tmp_path / "none")
     with pytest.raises(UserError, match="model.init_from .*none does not exist: pass a run folder or a file"):
         build_features(DetectionConfig.model_validate({"model": model}), fresh=True)

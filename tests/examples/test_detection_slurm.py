@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pipeline.training.restart import read_restarts
-from support.detection import needs_torchvision
+from support.detection import needs_torchvision, write_config
 from support.detection_set import overrides, write_digit_set
 from support.launching import PATIENCE, REPOSITORY, clean_environment, run_module
 from support.slurm_cluster import ON_CPUS, Cluster, free_ports, running_cluster
@@ -46,7 +46,7 @@ def test_the_question_of_a_restart_reads_the_runs_checkpoints(tmp_path: Path) ->
     (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)
     for restart in range(4):
         asked = run_module(
-            "examples.detection.restart",
+            "examples.detection.train",
             *("--exit-code", 75, "--config", path),
             check=False,
             SLURM_JOB_ID="5",
@@ -68,17 +68,12 @@ def cluster() -> Iterator[Cluster]:
 def test_a_job_that_is_stopped_requeues_itself_and_finishes(cluster: Cluster, tmp_path: Path) -> None:
     """Guards against a detector whose job ends at its time limit, or begins again. Two nodes, with the time limit's signal."""
     run, data = tmp_path / "run", write_digit_set(tmp_path / "set", train=12, val=4, side=64)
-    config = {
-        "output_dir": str(run),
-        "model": {"name": "posmlp_t", "switches": {"groups": [1, 1, 1, 1]}, "image_size": 64, "pyramid_width": 16},
-        "data": {"short_side": 64, "long_side": 80, "num_threads": 1},
-        "train": {"global_batch_size": 2, "micro_batch_size": 1, "max_steps": 16},
-        "eval": {"every_epochs": None},
-        "checkpoint": {"every_steps": None},
-        "log": {"every_steps": 1},
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path = write_config(
+        tmp_path,
+        model={"name": "posmlp_t", "switches": {"groups": [1, 1, 1, 1]}},
+        train={"global_batch_size": 2, "micro_batch_size": 1, "max_steps": 16},
+        checkpoint={"every_steps": None},
+    )
     job = cluster.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", *ON_CPUS, SCRIPT, path, *overrides(data))
 
     def steps() -> list[int]:

@@ -7,22 +7,20 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from pipeline.checkpoint.folder import latest_step, step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest
-from support.detection import needs_torchvision
+from support.detection import needs_torchvision, write_config
 from support.detection_set import overrides, write_digit_set
-from support.launching import PATIENCE, REPOSITORY, clean_environment, run_module
+from support.launching import REPOSITORY
+from support.ranks import Job, run_forked
 
 PROGRAM = "support.narrow_detector"
-PATHS = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+CLOCK = {"time", "images_per_second", "data_wait", "data_wait_rank", "data_wait_host", "memory_gib", "peak_memory_gib", "mfu"}
 
 
 @pytest.fixture(scope="module")
@@ -32,44 +30,18 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_digit_set(tmp_path_factory.mktemp("digits") / "set", train=12, val=4, side=64)
 
 
-def write_config(folder: Path, **sections: dict) -> Path:
-    """A run of seconds."""
-    config = {
-        "output_dir": str(folder / "run"),
-        "model": {"name": "posmlp_narrow", "image_size": 64, "pyramid_width": 16, "drop_path": 0.1},
-        "data": {"short_side": 64, "long_side": 80, "num_threads": 1},
-        "train": {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 6},
-        "optim": {"lr": 1e-3, "warmup_steps": 2},
-        "eval": {"every_epochs": None},
-        "checkpoint": {"every_steps": 2},
-        "log": {"every_steps": 1},
-    }
-    for name, keys in sections.items():
-        config[name] = {**config.get(name, {}), **keys}
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
 def train(config: Path, data: Path, *more: str, processes: int = 1, check: bool = True) -> subprocess.CompletedProcess:
-    arguments = ("--config", config, *overrides(data), *more)
-    return run_module(PROGRAM, *arguments, processes=processes, check=check, **PATHS)
+    return run_forked(PROGRAM, "--config", config, *overrides(data), *more, processes=processes, check=check)
+
+
+def start(config: Path, data: Path, *more: str) -> Job:
+    return Job(1, "--config", config, *overrides(data), *more, module=PROGRAM)
 
 
 def rows(run: Path) -> list[dict]:
-    """The rows of metrics.jsonl, without what a clock says."""
-    timed = (
-        "time",
-        "images_per_second",
-        "data_wait",
-        "data_wait_rank",
-        "data_wait_host",
-        "memory_gib",
-        "peak_memory_gib",
-        "mfu",
-    )
+    """The rows of metrics.jsonl, without what a clock or the memory says."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in timed} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if key not in CLOCK} for line in lines]
 
 
 @pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
@@ -79,14 +51,10 @@ def test_a_killed_run_goes_on_exactly(few: Path, tmp_path: Path, detector: str) 
     config = write_config(tmp_path, model={"detector": detector}, train=sizes)
     train(config, few, f"output_dir={tmp_path / 'whole'}")
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", PROGRAM, "--config", str(config), *overrides(few), f"output_dir={killed}"]
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=clean_environment(**PATHS), stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + PATIENCE
-    while not (killed / "checkpoints" / "step-00000002").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    job = start(config, few, f"output_dir={killed}")
+    assert job.until((killed / "checkpoints" / "step-00000002").exists), job.outputs()
+    job.kill()
+    assert job.wait() == [-signal.SIGKILL]
     resumed_from = latest_step(killed)
     said = train(config, few, f"output_dir={killed}").stdout
     assert f"steps {resumed_from} to 6" in said
@@ -113,16 +81,10 @@ def test_two_processes_train_as_one(few: Path, tmp_path: Path) -> None:
 def test_a_signal_saves_and_the_command_goes_on(few: Path, tmp_path: Path) -> None:
     """Guards against a job at its time limit that loses the steps since its last checkpoint."""
     config = write_config(tmp_path, train={"max_steps": 400}, checkpoint={"every_steps": None})
-    command = [sys.executable, "-m", PROGRAM, "--config", str(config), *overrides(few)]
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=clean_environment(**PATHS), stdout=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + PATIENCE
-    while not metrics.exists() or not metrics.read_text():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGUSR1)
-    said, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 75 and "stopped by a signal at step" in said
+    job, metrics = start(config, few), tmp_path / "run" / "metrics.jsonl"
+    assert job.until(lambda: metrics.exists() and metrics.read_text()), job.outputs()
+    job.signal(signal.SIGUSR1)
+    assert job.wait() == [75] and "stopped by a signal at step" in job.stdout()
     stopped = rows(tmp_path / "run")[-1]["step"]
     assert latest_step(tmp_path / "run") == stopped
     said = train(config, few, f"train.max_steps={stopped + 1}").stdout
@@ -160,7 +122,7 @@ def test_the_parameters_of_table_8() -> None:
 
 def test_average_precision_of_known_detections(few: Path) -> None:
     """Guards against boxes as corners where COCO's have a width, category ids that are labels, and masks with rows for columns."""
-    from examples.detection.evaluation import score
+    from examples.detection.loop import score
 
     truth = json.loads((few / "val.json").read_text())
     found = [{**each, "score": 0.9} for each in truth["annotations"]]
@@ -179,43 +141,31 @@ def test_average_precision_of_known_detections(few: Path) -> None:
     assert score(few / "val.json", [], "bbox")["AP50"] == 0
 
 
+NARROW_MASKS = {"detector": "mask_rcnn", "pyramid_width": 32, "box_samples": 32}
+
+
 @pytest.mark.detection
 @pytest.mark.skipif(not os.environ.get("PERVIT_DETECTION"), reason="takes minutes: set PERVIT_DETECTION=1")
-def test_it_learns_to_detect_digits(tmp_path: Path) -> None:
-    """RetinaNet on a narrow PosMLP, from scratch: 400 steps. Guards against all that a loss which falls does not show."""
+@pytest.mark.parametrize(
+    ("model", "epochs", "batch", "decay_epochs", "scores"),
+    [({"pyramid_width": 64}, 10, 8, [7, 9], ["AP50"]), (NARROW_MASKS, 6, 4, [5], ["AP50", "mask_AP50"])],
+    ids=["retinanet", "mask_rcnn"],
+)
+def test_it_learns(tmp_path: Path, model: dict, epochs: int, batch: int, decay_epochs: list[int], scores: list[str]) -> None:
+    """To detect digits, and to outline them, on a narrow PosMLP, from scratch: 400 and 480 steps. Guards against all that a loss
+    which falls does not show, and masks that are flipped, shifted or swapped."""
     needs_torchvision()
     data = write_digit_set(tmp_path / "set", train=320, val=48, side=64, digits=(0, 1))
     config = write_config(
         tmp_path,
-        model={"pyramid_width": 64, "drop_path": 0.0},
+        model={"drop_path": 0.0, **model},
         data={"flip": 0.0},
-        train={"epochs": 10, "global_batch_size": 8, "micro_batch_size": 8, "max_steps": None},
-        optim={"warmup_steps": 20, "decay_epochs": [7, 9]},
+        train={"epochs": epochs, "global_batch_size": batch, "micro_batch_size": batch, "max_steps": None},
+        optim={"warmup_steps": 20, "decay_epochs": decay_epochs},
         eval={"every_epochs": 2, "batch_size": 24},
         checkpoint={"every_steps": None},
     )
     train(config, data)
     evaluations = [row for row in rows(tmp_path / "run") if "AP" in row]
     print(*evaluations, sep="\n")
-    assert evaluations[-1]["AP50"] > 50
-
-
-@pytest.mark.detection
-@pytest.mark.skipif(not os.environ.get("PERVIT_DETECTION"), reason="takes minutes: set PERVIT_DETECTION=1")
-def test_it_learns_to_outline_digits(tmp_path: Path) -> None:
-    """Mask R-CNN on the same backbone and set, from scratch: 480 steps. Guards against masks that are flipped, shifted or swapped."""
-    needs_torchvision()
-    data = write_digit_set(tmp_path / "set", train=320, val=48, side=64, digits=(0, 1))
-    config = write_config(
-        tmp_path,
-        model={"detector": "mask_rcnn", "pyramid_width": 32, "box_samples": 32, "drop_path": 0.0},
-        data={"flip": 0.0},
-        train={"epochs": 6, "global_batch_size": 4, "micro_batch_size": 4, "max_steps": None},
-        optim={"warmup_steps": 20, "decay_epochs": [5]},
-        eval={"every_epochs": 1, "batch_size": 24},
-        checkpoint={"every_steps": None},
-    )
-    train(config, data)
-    evaluations = [row for row in rows(tmp_path / "run") if "AP" in row]
-    print(*evaluations, sep="\n")
-    assert evaluations[-1]["AP50"] > 50 and evaluations[-1]["mask_AP50"] > 50
+    assert all(evaluations[-1][name] > 50 for name in scores)
