@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -17,7 +18,7 @@ from pipeline.hardware import Gpu, native_bf16
 from pipeline.models import model_of
 from pipeline.optim.engine import zero_stage
 from pipeline.planning.planned_machine import Layout
-from pipeline.planning.traced_step import TracedStep, fake_teacher, trace_evaluation, trace_step
+from pipeline.planning.traced_step import ACTIVATIONS, TracedStep, fake_teacher, trace_evaluation, trace_step
 
 MIB = 2**20
 LOADER, CONTEXT = "data loader (estimate)", "CUDA context and libraries (estimate)"
@@ -120,6 +121,8 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
         subject = subject.changed("train", micro_batch_size=micro_batch)
     config = subject.config
     step, evaluation = traced_step(subject).parts, traced_evaluation(subject).parts
+    if subject.compile == "graphs":  # which keep what a step allocates
+        evaluation = step + Counter({ACTIVATIONS: evaluation[ACTIVATIONS]})
     in_evaluation = evaluation.total() > step.total()
     traced = evaluation if in_evaluation else step
     parts, (_, missing) = traced.copy(), fake_teacher(config)

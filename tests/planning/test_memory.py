@@ -15,7 +15,7 @@ from pipeline.models import create_model
 from pipeline.models.weights.exported import Description, write_exported
 from pipeline.optim.engine import deepspeed_config
 from pipeline.planning import planned_machine
-from pipeline.planning.memory import Memory, Subject, largest_micro_batch, plan_memory, traced_step
+from pipeline.planning.memory import Memory, Subject, largest_micro_batch, plan_memory, traced_evaluation, traced_step
 from pipeline.planning.page import changes
 from pipeline.planning.traced_step import ACTIVATIONS, SWAPPED, TEACHER
 from support.ranks import run_forked
@@ -173,3 +173,12 @@ def no_fit() -> Memory:
 
 def test_what_is_missing_is_negative(no_fit: Memory) -> None:
     assert no_fit.left == 2**20 - sum(no_fit.parts.values()) < 0
+
+
+def test_a_graph_keeps_its_memory_in_an_evaluation() -> None:
+    """Guards against a micro-batch that fits until the first evaluation: a step that is a graph gives its activations to nobody."""
+    one_pass = ("train.micro_batch_size=16", "train.global_batch_size=16")
+    graphs, blocks = (subject(*one_pass, f"train.compile={kind}", gpus=1) for kind in ("graphs", "blocks"))
+    evaluated = traced_evaluation(graphs).parts[ACTIVATIONS]
+    plan = plan_memory(graphs)
+    assert plan.in_evaluation and plan.parts[ACTIVATIONS] == plan_memory(blocks).parts[ACTIVATIONS] + evaluated
