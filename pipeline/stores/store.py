@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import queue
 import random
@@ -34,8 +35,10 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _PART = 8 << 20  # bytes of a request for a whole object
+_MOST = 1 << 30  # bytes of an object in memory: a manifest of 2,000,000 shards
 REQUESTS_AT_ONCE = 64  # of a process: 1,000 images/s at 50 ms
 _TRIES = 8  # 12 s: of a request that a store which answers others does not answer
+_SLOW = 100.0  # seconds until that is given up where answers trickle: two tries, which end after 120 s each
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds between tries; doubled each time, and drawn from its upper half
 _FIRST_THROTTLED, _LONGEST_THROTTLED = 0.5, 30.0  # the same after 503 and 429, for all requests of the process
 PATIENCE = 600.0  # seconds without any answer until the store is given up
@@ -116,6 +119,7 @@ class Store:
         self._throttled = 0  # in a row
         self._over: StoreFails | None = None
         self._ever = self._warned = False
+        self._slow: set[str] = set()  # objects that a warning has named
 
     def read(self, name: str, begin: int, size: int) -> Answer:
         """Bytes of an object.
@@ -127,8 +131,9 @@ class Store:
         return self._repeat(name, lambda: self._client.read(name, begin, size))
 
     def fetch(self, name: str) -> Answer:
-        """A whole object, by ranges, whose answers tell its size, so that none is cut off. Raises as :meth:`read`."""
+        """A whole object of at most 1 GiB, by ranges, whose answers tell its size, so that none is cut off. Raises as :meth:`read`."""
         first = self.read(name, 0, _PART)
+        self._check_size(name, first.size, _MOST)
         rest = [(begin, min(_PART, first.size - begin)) for begin in range(_PART, first.size, _PART)]
         answers: list[Answer] = [first]
         for answer in self.threads.map(lambda part: self.read(name, *part), rest):
@@ -139,8 +144,9 @@ class Store:
             answers.append(answer)
         return Answer(memoryview(b"".join(answer.data for answer in answers)), first.size, first.version)
 
-    def download(self, name: str, descriptor: int) -> None:
-        """Write a whole object that has bytes into an empty file, with no more of it in memory than is in flight. Raises as :meth:`fetch`."""
+    def download(self, name: str, descriptor: int, most: float = math.inf) -> None:
+        """Write a whole object of 1 to ``most`` bytes into an empty file, with no more of it in memory than is in flight.
+        Raises as :meth:`fetch`."""
 
         def part(begin: int) -> tuple[int, str]:
             answer = self.read(name, begin, _PART)
@@ -148,12 +154,19 @@ class Store:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
             return answer.size, answer.version.tag
 
-        first = part(0)
+        first, disk = part(0), os.fstatvfs(descriptor)
+        self._check_size(name, first[0], most)
+        if first[0] > disk.f_bavail * disk.f_frsize + _PART:  # which is written
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {first[0]:,} bytes", name)
         for found in self.threads.map(part, range(_PART, first[0], _PART)):
             if isinstance(found, BaseException):
                 raise found
             if found != first:
                 raise OSError(errno.ESTALE, "it was replaced while it was read", str(self.place / name))
+
+    def _check_size(self, name: str, size: int, most: float) -> None:
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes by the store, and may have {most:,}", str(self.place / name))
 
     def put(self, name: str, data: bytes | Path, mark: str = "", replaces: Version | None = None) -> Version:
         """Write a whole object, with a mark that :meth:`describe` returns.
@@ -238,9 +251,12 @@ class Store:
                 "let it, as nginx and Apache do by default, or copy the set into a bucket or a folder",
             )
         now = time.monotonic()
-        if one_of_many and (tries >= _TRIES or now - began > self._patience) and self._answers_others():
+        if one_of_many and (tries >= _TRIES or now - began > min(_SLOW, self._patience)) and self._answers_others():
             if others:
                 raise OSError(errno.EIO, f"{failure}, for {now - began:.0f} s", str(self.place / name))
+            if name not in self._slow:
+                self._slow.add(name)
+                _log.warning(f"{self.place / name} is tried a last time ({failure}): the store answers for others")
             return True
         silent = now - max(self._answered, began)
         patience = self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)
