@@ -58,7 +58,15 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 63)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _KeptFormat = Annotated[str, Field(pattern=f"^({'|'.join(KEPT_FORMATS)})$")]
-_Names = Annotated[list[str], Field(min_length=1)]
+
+
+def _check_distinct(names: list[str]) -> list[str]:
+    if len({*names}) < len(names):
+        raise ValueError("it should have each name once")
+    return names
+
+
+_Names = Annotated[list[str], Field(min_length=1), AfterValidator(_check_distinct)]
 
 
 def _check_file_name(name: str) -> str:
@@ -222,9 +230,11 @@ def forget_pages(rows: np.ndarray) -> None:
         mapped.madvise(mmap.MADV_RANDOM)  # else each row that is not in the page cache would be read with 128 kB around it
 
 
-def find_out_of_range(rows: np.ndarray, shard_bytes: list[int], classes: int) -> str | None:
-    """Describe the first of (n,) rows of ``SAMPLE_DTYPE`` with an out-of-range value; None if there is none."""
-    sizes = np.array(shard_bytes, dtype=np.uint64)
+def find_misfit(rows: np.ndarray, shards: list[ShardInfo], samples_per_class: list[int]) -> str | None:
+    """Describe the first of (n,) rows of ``SAMPLE_DTYPE`` with an out-of-range value, or a number of them that is not the manifest's;
+    None if there is none."""
+    sizes, classes = np.array([shard.bytes for shard in shards], dtype=np.uint64), len(samples_per_class)
+    found = {"shard": np.zeros(len(shards), np.int64), "label": np.zeros(classes, np.int64)}
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         part = rows[first : first + _ROWS_AT_ONCE]
         shard, size = part["shard"], part["bytes"]
@@ -241,6 +251,12 @@ def find_out_of_range(rows: np.ndarray, shard_bytes: list[int], classes: int) ->
             if rows_wrong.any():
                 row = int(rows_wrong.argmax())
                 return f"{name} of sample {first + row} must be {allowed}, got {part[name][row]}"
+        for name, counts in found.items():
+            counts += np.bincount(part[name], minlength=len(counts))
+    for (name, counts), expected in zip(found.items(), ([shard.samples for shard in shards], samples_per_class)):
+        for number, (count, written) in enumerate(zip(counts.tolist(), expected)):
+            if count != written:
+                return f"samples with {name} {number} must be {written}, got {count}"
     return None
 
 

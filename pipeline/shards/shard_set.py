@@ -34,7 +34,7 @@ from pipeline.shards.manifest import (
     MANIFEST,
     SHARDER,
     find_manifest,
-    find_out_of_range,
+    find_misfit,
     forget_pages,
     in_progress_file,
     map_sample_table,
@@ -158,10 +158,16 @@ class ShardSet(Samples):
             yield original if isinstance(original, str) and original.isprintable() else ""
 
     def _verified(self, index: int, data: bytes | memoryview | OSError) -> np.ndarray | DamagedSample:
+        from pipeline.shards.image_headers import stored_size  # Pillow, which plans do without
+
         if isinstance(data, OSError):
             original = "" if self.files.repeats else next(self.source_names([index]))  # reading that would take as long
             return self._damaged(index, f"cannot be read ({data.strerror})", original)
-        if damage := sample_damage(data, self.samples[index]):
+        row = self.samples[index]
+        damage, size = sample_damage(data, row), (int(row["width"]), int(row["height"]))
+        if not damage and (found := stored_size(bytes(data))) and found != size:  # crops are drawn for the table's
+            damage = "has {} x {} pixels, {} x {} by the sample table".format(*found, *size)
+        if damage:
             return self.damaged(index, damage)
         return np.frombuffer(data, dtype=np.uint8)
 
@@ -181,7 +187,7 @@ class ShardSet(Samples):
             if file_sha256(local) != self.info.samples_sha256:  # 41 MB for ImageNet, and every label and crop depends on it
                 raise ValueError("its checksum is not the one in the manifest")
             samples = map_sample_table(local, self.info.samples)
-            wrong = find_out_of_range(samples, [shard.bytes for shard in self.info.shards], len(self.classes))
+            wrong = find_misfit(samples, self.info.shards, self.info.samples_per_class)
             forget_pages(samples)
         except FileNotFoundError:
             raise UserError(f"{path} is missing ({self.info.samples} samples by {MANIFEST})", remedy) from None

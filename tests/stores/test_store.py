@@ -93,7 +93,9 @@ def test_no_more_is_read_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(passed) < 64 << 20  # what sockets hold, in two tries
 
 
-def test_an_answer_that_trickles_is_given_up_and_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_trickles_is_given_up_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Guards against a quarter of an hour for one image, without a word, where each byte comes before the client loses patience."""
     requests: list[str] = []
 
