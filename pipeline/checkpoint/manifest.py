@@ -16,7 +16,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 import xxhash
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from pipeline.errors import UserError, printable
+from pipeline.errors import UserError, printable, shown
 from pipeline.files import open_regular
 
 MANIFEST = "checkpoint.json"
@@ -178,9 +178,13 @@ class CheckpointManifest:
             manifest: CheckpointManifest = _VALID.validate_python(values)
         except ValidationError as error:
             raise _invalid(source, error) from None
-        names, classes = manifest.state.class_names, manifest.state.classes
+        state = manifest.state
+        names, classes = state.class_names, state.classes
         if names is not None and len(names) != len(classes):
             raise _damage(source, "state.class_names", names, f"have {len(classes)} names, one for each class")
+        for place, number in (("skipped_steps", state.skipped_steps), ("best.step", state.best["step"] if state.best else 0)):
+            if number > state.step:
+                raise _damage(source, f"state.{place}", number, f"be at most {state.step}, the step")
         return manifest
 
 
@@ -249,4 +253,4 @@ def _invalid(source: str, error: ValidationError) -> UserError:
 
 
 def _damage(source: str, place: str, found: Any, need: str) -> UserError:
-    return UserError(f"{source}: {place} must {need}, got {printable(ascii(found), _SHOWN)}", _REMEDY)
+    return UserError(f"{source}: {place} must {need}, got {printable(shown(found), _SHOWN)}", _REMEDY)

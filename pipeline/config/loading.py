@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from pipeline.config.problems import Layer, complaint, describe, unknown_key
 from pipeline.config.sections import Config, section_fields
 from pipeline.config.tables import PaperRow, find_row, row_names, shipped_recipes
-from pipeline.config.values import Section, parse_value, shown
-from pipeline.errors import UserError, check_no_secrets
+from pipeline.config.values import Section, parse_value
+from pipeline.errors import UserError, check_no_secrets, shown
 
 AnySection = TypeVar("AnySection", bound=Section)
 
