@@ -11,6 +11,7 @@ import os
 from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +88,19 @@ def read_headers(folder: Path, files: Iterable[FileRecord]) -> list[Entry]:
                 found = file.get_slice(key)
                 entries.append(Entry(record.name, key, list(found.get_shape()), found.get_dtype()))
     return entries
+
+
+def find_not_finite(folder: Path, entries: Iterable[Entry]) -> list[str]:
+    """A sentence for each tensor with numbers that no training saves: NaN, or infinite weights. Raises as :func:`read_headers`."""
+    sentences = []
+    for name, held in groupby(entries, key=lambda entry: entry.file):
+        with safe_open(folder / name, framework="pt") as file:
+            for entry in held:
+                values, quantity = file.get_tensor(entry.key), entry.key.partition("/")[0]
+                finite = values.isfinite() if quantity in (WEIGHT, EMA) else ~values.isnan()  # a moment may overflow
+                if quantity not in (BUFFER, EMA_BUFFER) and not finite.all():
+                    sentences.append(f"{folder / name} has numbers that are not finite in {entry.key}")
+    return sentences
 
 
 class SliceReader:

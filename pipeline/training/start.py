@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.folder import sweep
 from pipeline.checkpoint.loading import Verified, newest_intact
-from pipeline.checkpoint.manifest import RunState
+from pipeline.checkpoint.manifest import MANIFEST, RunState
 from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.saver import Saver
 from pipeline.cluster.agreement import Agreement, do_in_main
@@ -136,6 +136,9 @@ class Start:
         """Settle what the config leaves open and build all that is trained; None if nothing is left to train. Collective."""
         verified = self.find_checkpoint(data.train_set)
         before = verified.state if verified else None
+        if before and before.samples != (samples := data.schedule.samples(before.step)):
+            problem = f"{verified.folder / MANIFEST}: state.samples must be {samples}, those of {before.step} steps, got {before.samples}"
+            raise UserError(problem, "take another checkpoint")
         if before and is_complete(before.step, before.evaluation_due, data.schedule.last_step):
             say_once(self.world, f"{self.folder} is complete at step {before.step}: nothing to train.")
             return None
