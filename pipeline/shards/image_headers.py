@@ -84,12 +84,13 @@ def jpeg_header(data: bytes) -> FrameHeader:
     raise CutOff("a JPEG that is cut off")
 
 
-def stored_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height by the header of an image that shards keep, 6 us for a JPEG; None: it has no header that tells."""
+def size_damage(data: bytes, size: tuple[int, int]) -> str:
+    """Compare an image's header with the width and height for which crops are drawn; 6 us for a JPEG. Empty if they are the same."""
     try:
-        return jpeg_header(data)[2:4] if data.startswith(_SOI) else Image.open(io.BytesIO(data), formats=list(_CHECKS)).size
-    except Exception:  # Pillow raises nearly anything
-        return None
+        found = jpeg_header(data)[2:4] if data.startswith(_SOI) else Image.open(io.BytesIO(data), formats=list(_CHECKS)).size
+    except Exception:  # Pillow raises nearly anything; decoding will say what is wrong
+        return ""
+    return "" if found == size else "has {} x {} pixels, {} x {} by the sample table".format(*found, *size)
 
 
 def _check_scans(data: bytes) -> None:

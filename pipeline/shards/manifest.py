@@ -58,15 +58,7 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 63)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _KeptFormat = Annotated[str, Field(pattern=f"^({'|'.join(KEPT_FORMATS)})$")]
-
-
-def _check_distinct(names: list[str]) -> list[str]:
-    if len({*names}) < len(names):
-        raise ValueError("it should have each name once")
-    return names
-
-
-_Names = Annotated[list[str], Field(min_length=1), AfterValidator(_check_distinct)]
+_Names = Annotated[list[str], Field(min_length=1)]
 
 
 def _check_file_name(name: str) -> str:
@@ -164,6 +156,9 @@ class ShardManifest:
             if len(values) != len(manifest.classes):
                 need = f"must have {len(manifest.classes)} entries, one for each class, got {len(values)}"
                 raise UserError(f"{path} is damaged: {where} {need}", _RESTORE)
+        for where, names in {"classes": manifest.classes, "class_names": manifest.class_names or []}.items():
+            if len({*names}) < len(names):
+                raise UserError(f"{path} is damaged: {where} must have each name once", _RESTORE)
         return manifest
 
 
@@ -234,7 +229,8 @@ def find_misfit(rows: np.ndarray, shards: list[ShardInfo], samples_per_class: li
     """Describe the first of (n,) rows of ``SAMPLE_DTYPE`` with an out-of-range value, or a number of them that is not the manifest's;
     None if there is none."""
     sizes, classes = np.array([shard.bytes for shard in shards], dtype=np.uint64), len(samples_per_class)
-    found = {"shard": np.zeros(len(shards), np.int64), "label": np.zeros(classes, np.int64)}
+    written = {"shard": np.array([shard.samples for shard in shards]), "label": np.array(samples_per_class)}
+    found = {name: np.zeros_like(counts) for name, counts in written.items()}
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         part = rows[first : first + _ROWS_AT_ONCE]
         shard, size = part["shard"], part["bytes"]
@@ -253,10 +249,9 @@ def find_misfit(rows: np.ndarray, shards: list[ShardInfo], samples_per_class: li
                 return f"{name} of sample {first + row} must be {allowed}, got {part[name][row]}"
         for name, counts in found.items():
             counts += np.bincount(part[name], minlength=len(counts))
-    for (name, counts), expected in zip(found.items(), ([shard.samples for shard in shards], samples_per_class)):
-        for number, (count, written) in enumerate(zip(counts.tolist(), expected)):
-            if count != written:
-                return f"samples with {name} {number} must be {written}, got {count}"
+    for name, counts in written.items():
+        for number in np.flatnonzero(counts != found[name])[:1]:
+            return f"samples with {name} {number} must be {counts[number]}, got {found[name][number]}"
     return None
 
 

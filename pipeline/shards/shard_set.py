@@ -158,16 +158,13 @@ class ShardSet(Samples):
             yield original if isinstance(original, str) and original.isprintable() else ""
 
     def _verified(self, index: int, data: bytes | memoryview | OSError) -> np.ndarray | DamagedSample:
-        from pipeline.shards.image_headers import stored_size  # Pillow, which plans do without
+        from pipeline.shards.image_headers import size_damage  # Pillow, which plans do without
 
         if isinstance(data, OSError):
             original = "" if self.files.repeats else next(self.source_names([index]))  # reading that would take as long
             return self._damaged(index, f"cannot be read ({data.strerror})", original)
         row = self.samples[index]
-        damage, size = sample_damage(data, row), (int(row["width"]), int(row["height"]))
-        if not damage and (found := stored_size(bytes(data))) and found != size:  # crops are drawn for the table's
-            damage = "has {} x {} pixels, {} x {} by the sample table".format(*found, *size)
-        if damage:
+        if damage := sample_damage(data, row) or size_damage(bytes(data), (row["width"], row["height"])):
             return self.damaged(index, damage)
         return np.frombuffer(data, dtype=np.uint8)
 

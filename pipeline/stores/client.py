@@ -93,8 +93,7 @@ class Client:
             answer = Answer(memoryview(data), found.meta["size"], _version(found.meta))
         expected = min(size, answer.size - begin)
         if len(answer.data) != expected:
-            number = f"{len(answer.data)} of" if len(answer.data) < expected else "more than"
-            raise Failure(Kind.CUT, f"{number} {expected} bytes were sent")
+            raise Failure(Kind.CUT, f"{len(answer.data)} of {expected} bytes were sent")
         return answer
 
     def put(self, name: str, data: bytes | Path, mark: str = "", replaces: Version | None = None) -> Version:

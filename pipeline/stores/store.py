@@ -119,7 +119,6 @@ class Store:
         self._throttled = 0  # in a row
         self._over: StoreFails | None = None
         self._ever = self._warned = False
-        self._slow: set[str] = set()  # objects that a warning has named
 
     def read(self, name: str, begin: int, size: int) -> Answer:
         """Bytes of an object.
@@ -132,41 +131,40 @@ class Store:
 
     def fetch(self, name: str) -> Answer:
         """A whole object of at most 1 GiB, by ranges, whose answers tell its size, so that none is cut off. Raises as :meth:`read`."""
-        first = self.read(name, 0, _PART)
-        self._check_size(name, first.size, _MOST)
-        rest = [(begin, min(_PART, first.size - begin)) for begin in range(_PART, first.size, _PART)]
-        answers: list[Answer] = [first]
-        for answer in self.threads.map(lambda part: self.read(name, *part), rest):
-            if isinstance(answer, BaseException):
-                raise answer
-            if answer.version.tag != first.version.tag:
-                raise OSError(errno.ESTALE, "it was replaced while it was read", str(self.place / name))
-            answers.append(answer)
-        return Answer(memoryview(b"".join(answer.data for answer in answers)), first.size, first.version)
+        parts: dict[int, memoryview] = {}
+        size, version = self._take(name, _MOST, parts.__setitem__)
+        return Answer(memoryview(b"".join(parts[begin] for begin in sorted(parts))), size, version)
 
     def download(self, name: str, descriptor: int, most: float = math.inf) -> None:
         """Write a whole object of 1 to ``most`` bytes into an empty file, with no more of it in memory than is in flight.
         Raises as :meth:`fetch`."""
 
-        def part(begin: int) -> tuple[int, str]:
-            answer = self.read(name, begin, _PART)
-            if os.pwrite(descriptor, answer.data, begin) != len(answer.data):
+        def write(begin: int, data: memoryview) -> None:
+            if os.pwrite(descriptor, data, begin) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-            return answer.size, answer.version.tag
 
-        first, disk = part(0), os.fstatvfs(descriptor)
-        self._check_size(name, first[0], most)
-        if first[0] > disk.f_bavail * disk.f_frsize + _PART:  # which is written
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {first[0]:,} bytes", name)
+        disk = os.fstatvfs(descriptor)
+        self._take(name, min(most, disk.f_bavail * disk.f_frsize), write)
+
+    def _take(self, name: str, most: float, take: Callable[[int, memoryview], None]) -> tuple[int, Version]:
+        """Give ``take`` each part of an object, with its offset; returns the object's size and version."""
+
+        def part(begin: int) -> tuple[int, Version]:
+            answer = self.read(name, begin, _PART)
+            take(begin, answer.data)
+            return answer.size, answer.version
+
+        first = part(0)
+        if first[0] > most:
+            raise OSError(
+                errno.EFBIG, f"it has {first[0]:,} bytes by the store, with room for {most:,}", str(self.place / name)
+            )
         for found in self.threads.map(part, range(_PART, first[0], _PART)):
             if isinstance(found, BaseException):
                 raise found
             if found != first:
                 raise OSError(errno.ESTALE, "it was replaced while it was read", str(self.place / name))
-
-    def _check_size(self, name: str, size: int, most: float) -> None:
-        if size > most:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes by the store, and may have {most:,}", str(self.place / name))
+        return first
 
     def put(self, name: str, data: bytes | Path, mark: str = "", replaces: Version | None = None) -> Version:
         """Write a whole object, with a mark that :meth:`describe` returns.
@@ -254,9 +252,7 @@ class Store:
         if one_of_many and (tries >= _TRIES or now - began > min(_SLOW, self._patience)) and self._answers_others():
             if others:
                 raise OSError(errno.EIO, f"{failure}, for {now - began:.0f} s", str(self.place / name))
-            if name not in self._slow:
-                self._slow.add(name)
-                _log.warning(f"{self.place / name} is tried a last time ({failure}): the store answers for others")
+            _log.warning(f"{self.place / name} is tried a last time ({failure}): the store answers for others")
             return True
         silent = now - max(self._answered, began)
         patience = self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)

@@ -136,7 +136,7 @@ class Start:
         """Settle what the config leaves open and build all that is trained; None if nothing is left to train. Collective."""
         verified = self.find_checkpoint(data.train_set)
         before = verified.state if verified else None
-        if before and before.samples != (samples := data.schedule.samples(before.step)):
+        if verified and before and before.samples != (samples := data.schedule.samples(before.step)):
             problem = f"{verified.folder / MANIFEST}: state.samples must be {samples}, those of {before.step} steps, got {before.samples}"
             raise UserError(problem, "take another checkpoint")
         if before and is_complete(before.step, before.evaluation_due, data.schedule.last_step):

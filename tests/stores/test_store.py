@@ -70,9 +70,9 @@ def test_a_size_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
         tracemalloc.stop()
         with open(tmp_path / "file", "wb") as file:
-            with pytest.raises(OSError, match="it has 1,000,000,000,000,000 bytes by the store, and may have 5,000"):
+            with pytest.raises(OSError, match="it has 1,000,000,000,000,000 bytes by the store, with room for 5,000"):
                 Store(RemotePath(url), "probe").download("table", file.fileno(), 5000)
-            with pytest.raises(OSError, match="No space left on device for 1,000,000,000,000,000 bytes"):
+            with pytest.raises(OSError, match="it has 1,000,000,000,000,000 bytes by the store, with room for"):
                 Store(RemotePath(url), "probe").download("table", file.fileno())
 
 
@@ -88,7 +88,7 @@ def test_no_more_is_read_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
             passed.append(1 << 20)
 
     monkeypatch.setattr(store, "_TRIES", 1)
-    with server(send_more) as url, pytest.raises(OSError, match="more than 100000 bytes were sent"):
+    with server(send_more) as url, pytest.raises(OSError, match=r"\d+ of 100000 bytes were sent"):
         Store(RemotePath(url), "probe").read("image", 0, 100_000)
     assert sum(passed) < 64 << 20  # what sockets hold, in two tries
 
