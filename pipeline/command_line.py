@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.errors import USER_ERROR, UserError, first_line
+from pipeline.errors import USER_ERROR, UserError, first_line, printable
 from pipeline.terminal import fitted, paint
 
 # Commands of ``pervit``, by what one wants to do -> module of ``python -m``. Named, not imported: most take a second to import, and
@@ -164,9 +164,8 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
                 sys.exit(1)
         if not isinstance(error, OSError) or error.filename is None and error.errno is None:
             _fail(traceback.format_exc(), 1)  # not an error of the file system
-        _fail(
-            f"error: {error.filename or 'writing a file'}: {error.strerror}: check the path, its permissions and the free space."
-        )
+        place = printable(str(error.filename or "writing a file"), 500)
+        _fail(f"error: {place}: {error.strerror}: check the path, its permissions and the free space.")
     except Exception:
         _fail(traceback.format_exc(), 1)
     sys.exit(code or 0)
