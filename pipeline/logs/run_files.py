@@ -45,12 +45,9 @@ _PACKAGES = ("torch", "deepspeed", "nvidia-dali-cuda130", "nvidia-dali-cuda120",
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 
-def write_run_files(
-    config: Config, world: World, first_step: int, precision: str, micro_batch: str | None = None
-) -> int | None:
-    """Write ``config.yaml`` and append this start to ``environment.json``. Collective. Returns on rank 0: which start of the
-    run this is, counted from 1; None elsewhere. Raises UserError: on every rank: a file cannot be written, or
-    ``environment.json`` is damaged.
+def write_run_files(config: Config, world: World, first_step: int, precision: str, micro_batch: str | None = None) -> int:
+    """Write ``config.yaml`` and append this start to ``environment.json``. Collective. Returns which start of the run this is, counted
+    from 1. Raises UserError: on every rank: a file cannot be written, or ``environment.json`` is damaged.
 
     Args:
         first_step: of this start, counted from 1.
@@ -64,7 +61,7 @@ def write_run_files(
         "micro_batch_size": config.train.micro_batch,
         **({AUTO_REASON: micro_batch} if micro_batch else {}),
     }
-    return do_in_main(lambda: _write(config, start), world)
+    return world.from_main(do_in_main(lambda: _write(config, start), world))
 
 
 def _write(config: Config, start: dict) -> int:

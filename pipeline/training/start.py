@@ -189,7 +189,7 @@ def _open(
         mirror=mirror,
         log=RunLog(config, world, step, data.schedule, flops_per_image, known, store),
         events=events,
-        samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
+        samples=SampleLog(folder, world, number) if config.log.samples else None,
         profiler=StepProfiler(folder, config.log.profile_steps, world, step, last_step),
         first_step=step,
         unsettled=None,
