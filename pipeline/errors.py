@@ -136,7 +136,7 @@ def first_invalid(error: Any, whole: str = "the file") -> str:
     ``whole`` names the place of what is wrong with everything.
     """
     problem = error.errors(include_url=False)[0]
-    place = ".".join(map(str, problem["loc"])) or whole
+    place = printable(".".join(str(part) for part in problem["loc"] if part != "[key]") or whole, 60)
     need = problem["msg"].partition(" should ")[2].partition(" after validation")[0]
     if not need:  # a key that is missing or unknown, or no JSON
         return f"{place} is missing" if problem["type"] == "missing" else f"{place}: {problem['msg']}"

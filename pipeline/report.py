@@ -38,9 +38,7 @@ def main() -> int:
     add("--output", type=Path, metavar="FILE", help=default)
     add("--table", metavar="TABLE", help="a table of a paper, such as pervit_table1; list: all of them")
     add("--format", choices=("html", "markdown", "latex", "csv"), default="html", help="format of --table (default: html)")
-    any_data = (
-        "with --table: also list, separately, runs of a row's switches on other data, at another size or with another recipe"
-    )
+    any_data = "with --table: also list, separately, runs of a row's switches on other data, of another size or recipe"
     add("--any-data", action="store_true", help=any_data)
     predictions = "table from pipeline.evaluate (default: RUN/predictions.parquet or .csv)"
     add("--predictions", type=Path, metavar="FILE", help=predictions)

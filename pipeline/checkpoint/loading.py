@@ -97,7 +97,7 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
         damage = find_damage(folder, mine)
         if not damage:  # a damaged file's header cannot be trusted
             entries = read_headers(folder, mine)
-            damage = find_not_finite(folder, entries)
+            damage = find_not_finite(folder, mine)
     except SafetensorError as error:
         damage = [f"{folder} has a file that is not a safetensors file ({error})"]
     except OSError as error:

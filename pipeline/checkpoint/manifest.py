@@ -16,7 +16,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 import xxhash
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from pipeline.errors import UserError, printable, shown
+from pipeline.errors import UserError, first_invalid, printable, shown
 from pipeline.files import open_regular
 
 MANIFEST = "checkpoint.json"
@@ -177,7 +177,7 @@ class CheckpointManifest:
         try:
             manifest: CheckpointManifest = _VALID.validate_python(values)
         except ValidationError as error:
-            raise _invalid(source, error) from None
+            raise UserError(f"{source}: {first_invalid(error)}", _REMEDY) from None
         state = manifest.state
         names, classes = state.class_names, state.classes
         if names is not None and len(names) != len(classes):
@@ -239,17 +239,6 @@ def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) ->
         except UserError as error:
             sentences.append(error.problem)  # the caller adds its own remedy
     return sentences
-
-
-def _invalid(source: str, error: ValidationError) -> UserError:
-    problem = error.errors()[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"] if part != "[key]")
-    where = printable(place.lstrip("."), _SHOWN)  # such as files[0].name
-    if problem["type"] == "missing":
-        return UserError(f"{source} must have {where}, which is missing", _REMEDY)
-    known = problem["type"] != "unexpected_keyword_argument"
-    need = problem["msg"].partition(" should ")[2] or f"be valid ({problem['msg']})" if known else "not be there"
-    return _damage(source, where, problem["input"], need)
 
 
 def _damage(source: str, place: str, found: Any, need: str) -> UserError:

@@ -11,7 +11,6 @@ import os
 from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,16 +89,16 @@ def read_headers(folder: Path, files: Iterable[FileRecord]) -> list[Entry]:
     return entries
 
 
-def find_not_finite(folder: Path, entries: Iterable[Entry]) -> list[str]:
+def find_not_finite(folder: Path, files: Iterable[FileRecord]) -> list[str]:
     """A sentence for each tensor with numbers that no training saves: NaN, or infinite weights. Raises as :func:`read_headers`."""
     sentences = []
-    for name, held in groupby(entries, key=lambda entry: entry.file):
-        with safe_open(folder / name, framework="pt") as file:
-            for entry in held:
-                values, quantity = file.get_tensor(entry.key), entry.key.partition("/")[0]
+    for record in files:
+        with safe_open(folder / record.name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                values, quantity = file.get_tensor(key), key.partition("/")[0]
                 finite = values.isfinite() if quantity in (WEIGHT, EMA) else ~values.isnan()  # a moment may overflow
                 if quantity not in (BUFFER, EMA_BUFFER) and not finite.all():
-                    sentences.append(f"{folder / name} has numbers that are not finite in {entry.key}")
+                    sentences.append(f"{folder / record.name} has numbers that are not finite in {key}")
     return sentences
 
 

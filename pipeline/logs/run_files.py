@@ -116,10 +116,8 @@ def _environment(config: Config, world: World) -> dict:
     for name in (*_PACKAGES, "timm") if is_timm(config.model.name) else _PACKAGES:
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
-    commit, git = (
-        None,
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-    )
+    commit, here = None, str(Path(__file__).parent)
+    git = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError, subprocess.CalledProcessError):  # installed without its repository
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return {
@@ -161,6 +159,4 @@ class RunEvents:
                 file.write(("\n" * torn + row).encode())
         except OSError as error:
             self._writes = False
-            _log.warning(
-                f"{self._run_dir / EVENTS} cannot be written ({error.strerror}): a report will lack this start's story"
-            )
+            _log.warning(f"{self._run_dir / EVENTS} cannot be written ({error.strerror}): a report lacks this start's story")

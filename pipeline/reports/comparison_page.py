@@ -186,11 +186,8 @@ def _figure_of(group: Group, key: str, measured: Measured) -> float | None:
 
 
 def _curves(same: SameData) -> Html:
-    along = (
-        "epoch"
-        if len({run.images for group in same.groups for run in group.runs if run.images}) < 2
-        else "millions of images seen"
-    )
+    sizes = {run.images for group in same.groups for run in group.runs if run.images}
+    along = "epoch" if len(sizes) < 2 else "millions of images seen"
 
     def column(name: str, smooth: bool = False) -> Callable[[RunFolder], Points]:
         def curve(run: RunFolder) -> Points:

@@ -147,9 +147,7 @@ class ShardManifest:
             manifest: ShardManifest = _adapter().validate_json(content)
         except ValidationError as error:
             raise UserError(f"{path} is damaged: {first_invalid(error)}", _RESTORE) from None
-        lists: dict[str, list] = {
-            f"splits.{name}.samples_per_class": split.samples_per_class for name, split in manifest.splits.items()
-        }
+        lists: dict[str, Any] = {f"splits.{n}.samples_per_class": info.samples_per_class for n, info in manifest.splits.items()}
         if manifest.class_names is not None:
             lists["class_names"] = manifest.class_names
         for where, values in lists.items():

@@ -137,11 +137,9 @@ class ShardSet(Samples):
     def take_counts(self) -> dict[str, int] | None:
         return self.files.take_counts()
 
-    def damaged(self, index: int, reason: str) -> DamagedSample:
-        return self._damaged(index, reason, next(self.source_names([index])))
-
-    def _damaged(self, index: int, reason: str, original: str) -> DamagedSample:
+    def damaged(self, index: int, reason: str, original: str | None = None) -> DamagedSample:
         path = self.folder / self._tar(self.samples[index])
+        original = next(self.source_names([index])) if original is None else original
         name = f" (it was {original} in the source)" if original else ""
         return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}{name}")
 
@@ -161,8 +159,8 @@ class ShardSet(Samples):
         from pipeline.shards.image_headers import size_damage  # Pillow, which plans do without
 
         if isinstance(data, OSError):
-            original = "" if self.files.repeats else next(self.source_names([index]))  # reading that would take as long
-            return self._damaged(index, f"cannot be read ({data.strerror})", original)
+            original = "" if self.files.repeats else None  # reading that would take as long
+            return self.damaged(index, f"cannot be read ({data.strerror})", original)
         row = self.samples[index]
         if damage := sample_damage(data, row) or size_damage(bytes(data), (row["width"], row["height"])):
             return self.damaged(index, damage)

@@ -112,10 +112,8 @@ def check_settings(place: RemotePath) -> None:
 
 def _is_address(text: str) -> bool:
     try:
-        parts = urlsplit(text)
-        port = parts.port  # raises where it is none
+        url = urlsplit(text)
+        port = url.port  # raises where it is none
     except ValueError:
         return False
-    return (
-        parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and text.isascii() and text.split() == [text]
-    )
+    return url.scheme in ("http", "https") and bool(url.hostname) and port != 0 and text.isascii() and text.split() == [text]

@@ -156,9 +156,7 @@ class Store:
 
         first = part(0)
         if first[0] > most:
-            raise OSError(
-                errno.EFBIG, f"it has {first[0]:,} bytes by the store, with room for {most:,}", str(self.place / name)
-            )
+            raise OSError(errno.EFBIG, f"it has {first[0]:,} bytes by the store, more than {most:,}", str(self.place / name))
         for found in self.threads.map(part, range(_PART, first[0], _PART)):
             if isinstance(found, BaseException):
                 raise found
@@ -256,17 +254,12 @@ class Store:
             return True
         silent = now - max(self._answered, began)
         patience = self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)
+        said = f"{self.place} has not answered for {silent:.0f} s ({failure})"
         if silent > patience:
-            self._end(
-                StoreAway,
-                f"{self.place} has not answered for {silent:.0f} s ({failure})",
-                "check the store and the network and start again: a run continues from its newest checkpoint",
-            )
+            self._end(StoreAway, said, "check the store and network and start again: a run resumes from its newest checkpoint")
         if silent > _WARN_AFTER and not self._warned:
             self._warned = True
-            _log.warning(
-                f"{self.place} has not answered for {silent:.0f} s ({failure}); it is tried again, for {patience:.0f} s"
-            )
+            _log.warning(f"{said}; it is tried again, for {patience:.0f} s")
         return False
 
     def _answers_others(self) -> bool:

@@ -70,9 +70,9 @@ def test_a_size_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
         tracemalloc.stop()
         with open(tmp_path / "file", "wb") as file:
-            with pytest.raises(OSError, match="it has 1,000,000,000,000,000 bytes by the store, with room for 5,000"):
+            with pytest.raises(OSError, match="it has 1,000,000,000,000,000 bytes by the store, more than 5,000"):
                 Store(RemotePath(url), "probe").download("table", file.fileno(), 5000)
-            with pytest.raises(OSError, match="it has 1,000,000,000,000,000 bytes by the store, with room for"):
+            with pytest.raises(OSError, match="it has 1,000,000,000,000,000 bytes by the store, more than"):
                 Store(RemotePath(url), "probe").download("table", file.fileno())
 
 
