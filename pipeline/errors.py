@@ -94,9 +94,8 @@ def install_extra(extra: str) -> str:
         target, constraints = (".", "constraints.txt") if here else (str(clone), shlex.quote(str(clone / "constraints.txt")))
         return f"pip install -e {shlex.quote(f'{target}[{extra}]')} -c {constraints}"
     # Of a wheel, which may be gone: what it says that the extra is.
-    named = [
-        text.partition(";")[0].strip() for text in metadata.requires("pervit-pipeline") or [] if f'extra == "{extra}"' in text
-    ]
+    needs = metadata.requires("pervit-pipeline") or []
+    named = [need.partition(";")[0].strip() for need in needs if f'extra == "{extra}"' in need]
     return f"pip install {shlex.join(named)}"
 
 

@@ -5,11 +5,13 @@ Settings in the environment are checked before obstore reads them: some of them 
 
 from __future__ import annotations
 
+import logging
 import netrc
 import os
 from base64 import b64encode
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -20,6 +22,7 @@ from pipeline.stores.place import RemotePath
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+_log = logging.getLogger(__name__)
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # the first that is set counts
 _CONNECT, _SILENT, _WHOLE = timedelta(seconds=10), timedelta(seconds=20), timedelta(seconds=120)  # of a request
 
@@ -96,6 +99,26 @@ def _login(host: str) -> str:
     except (OSError, netrc.NetrcParseError):
         return ""
     return "Basic " + b64encode(f"{found[0]}:{found[2]}".encode()).decode() if found else ""
+
+
+@cache
+def warn_of_redirect(url: str) -> None:
+    """Name, once, the other host to which a web server sends on the requests for a file: reading follows, without the credentials."""
+    from urllib import error, request  # http.client, for this alone
+
+    class Stay(request.HTTPRedirectHandler):
+        def redirect_request(self, *_: Any) -> None: ...
+
+    host, login, target = urlsplit(url).netloc, _login(urlsplit(url).netloc), ""
+    try:
+        asked = request.Request(url, headers={"authorization": login} if login else {}, method="HEAD")
+        request.build_opener(Stay).open(asked, timeout=_CONNECT.seconds).close()
+    except error.HTTPError as answer:
+        target = urlsplit(answer.headers.get("location") or "").netloc.rpartition("@")[2]
+    except (OSError, ValueError):  # reading says what is wrong
+        pass
+    if target not in ("", host):
+        _log.warning(f"{host} sends requests on to {target}, which gets no credentials: check that you trust it")
 
 
 def check_settings(place: RemotePath) -> None:

@@ -228,9 +228,7 @@ def _introduce(run: Run, prepared: PreparedRun, recipe: Recipe | None) -> None:
         if before and (was := before.config["train"]["micro_batch_size"]) != micro:
             notes.append(f"train.micro_batch_size was {was} and is {micro}: {normalizes} the run goes on a little differently")
         if recipe and (stated := recipe.config.train.micro_batch_size) not in (AUTO, micro):
-            notes.append(
-                f"train.micro_batch_size is {micro}, {stated} in {recipe.name}: {normalizes} this is not quite its recipe"
-            )
+            notes.append(f"train.micro_batch_size is {micro}, {stated} in {recipe.name}: {normalizes} this is not its recipe")
     for note in notes:
         run.log.say(f"note: {note}")
     processes = counted(run.world.size, "process")

@@ -30,11 +30,13 @@ def server(answer: Callable[[BaseHTTPRequestHandler, int, int], None]) -> Iterat
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:  # noqa: N802 (the name that http.server asks for)
-            first, last = map(int, re.findall(r"\d+", self.headers["range"]))
+            first, last = map(int, re.findall(r"\d+", self.headers["range"] or "0 0"))
             try:
                 answer(self, first, last + 1)
             except ConnectionError:
                 self.close_connection = True
+
+        do_HEAD = do_GET  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass
@@ -116,3 +118,35 @@ def test_an_answer_that_trickles_is_given_up_and_named(
         over.set()
     assert requests.count("/image") == 2
     assert f"{url}/image is tried a last time (the answer was cut off): the store answers for others" in caplog.text
+
+
+def test_another_host_is_named_once_and_gets_no_credentials(
+    copied_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against a password that follows a redirect, and against a set from elsewhere without a word."""
+    asked: dict[str, list[str | None]] = {"first": [], "other": []}
+
+    def give(handler: BaseHTTPRequestHandler, begin: int, end: int) -> None:
+        asked["other"].append(handler.headers["authorization"])
+        content = (copied_shards / handler.path.rpartition("/")[2]).read_bytes()
+        part = content[begin:end]
+        begin_answer(handler, begin, begin + len(part), len(content))
+        handler.wfile.write(part)
+
+    def send_on(handler: BaseHTTPRequestHandler, begin: int, end: int) -> None:
+        asked["first"].append(handler.headers["authorization"])
+        handler.send_response(302)
+        handler.send_header("Location", f"{elsewhere}{handler.path}")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with server(give) as elsewhere, server(send_on) as url:
+        for split in ("train", "val"):
+            assert ShardSet(f"{url}/set", split).read(0).size
+    assert len(asked["first"]) > 4 and all(asked["first"]), "the server that was named gets them"
+    assert len(asked["other"]) > 4 and not any(asked["other"])
+    host, other = (each.removeprefix("http://") for each in (url, elsewhere))
+    assert caplog.messages == [f"{host} sends requests on to {other}, which gets no credentials: check that you trust it"]

@@ -24,6 +24,7 @@ from pipeline.files import disk_reason, file_sha256, lock_bytes, replace_file
 from pipeline.shards.files.local import Range, SourceFiles
 from pipeline.shards.manifest import MANIFEST, SAMPLE_DTYPE, SHARDER, ShardManifest
 from pipeline.stores.client import Answer, Kind
+from pipeline.stores.opening import warn_of_redirect
 from pipeline.stores.place import RemotePath
 from pipeline.stores.store import Store, Threads
 
@@ -131,7 +132,10 @@ class RemoteFiles(SourceFiles):
         for folder in (place, place / split):
             store = Store(folder, probe=MANIFEST)
             try:
-                return cls(folder, store, bytes(store.fetch(MANIFEST).data), readers)
+                content = bytes(store.fetch(MANIFEST).data)
+                if "http" in place.scheme and os.environ.get("RANK", "0") == "0":
+                    warn_of_redirect(str(folder / MANIFEST))
+                return cls(folder, store, content, readers)
             except FileNotFoundError:
                 continue
             except OSError as error:
