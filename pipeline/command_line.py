@@ -16,37 +16,25 @@ from typing import Any, NoReturn
 from pipeline.errors import USER_ERROR, UserError, first_line, printable
 from pipeline.terminal import fitted, paint
 
+
+def _own(names: str) -> dict[str, str]:
+    return {name: f"pipeline.{name}" for name in names.split()}
+
+
 # Commands of ``pervit``, by what one wants to do -> module of ``python -m``. Named, not imported: most take a second to import, and
 # ``pipeline`` does not know ``data_prep``.
 COMMANDS = {
-    "Try it": {"demo": "pipeline.demo"},
+    "Try it": _own("demo"),
     "Data": {
         "shard": "data_prep.shard_imagenet",
         "verify-shards": "data_prep.verify_shards",
         "upload-shards": "data_prep.upload_shards",
         "stage-shards": "data_prep.stage_shards",
     },
-    "Train": {
-        "plan": "pipeline.plan",
-        "train": "pipeline.train",
-        "sweep": "pipeline.sweep",
-        "watch": "pipeline.watch",
-        "track": "pipeline.track",
-        "checkpoint": "pipeline.checkpoint",
-    },
-    "Use": {
-        "evaluate": "pipeline.evaluate",
-        "predict": "pipeline.predict",
-        "probe": "pipeline.probe",
-        "export": "pipeline.export",
-    },
-    "Understand": {"report": "pipeline.report", "analyze": "pipeline.analyze"},
-    "Look up": {
-        "models": "pipeline.models",
-        "config": "pipeline.config",
-        "flops": "pipeline.flops",
-        "throughput": "pipeline.throughput",
-    },
+    "Train": _own("plan train sweep watch track checkpoint"),
+    "Use": _own("evaluate predict probe export"),
+    "Understand": _own("report analyze"),
+    "Look up": _own("models config flops throughput"),
 }
 
 

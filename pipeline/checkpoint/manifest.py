@@ -179,9 +179,8 @@ class CheckpointManifest:
         except ValidationError as error:
             raise UserError(f"{source}: {first_invalid(error)}", _REMEDY) from None
         state = manifest.state
-        names, classes = state.class_names, state.classes
-        if names is not None and len(names) != len(classes):
-            raise _damage(source, "state.class_names", names, f"have {len(classes)} names, one for each class")
+        if (names := state.class_names) is not None and len(names) != len(state.classes):
+            raise _damage(source, "state.class_names", names, f"have {len(state.classes)} names, one for each class")
         for place, number in (("skipped_steps", state.skipped_steps), ("best.step", state.best["step"] if state.best else 0)):
             if number > state.step:
                 raise _damage(source, f"state.{place}", number, f"be at most {state.step}, the step")

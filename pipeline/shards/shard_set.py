@@ -56,9 +56,7 @@ class ShardSet(Samples):
         cache: of the node; None: none.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], split: str, readers: int = 1, *, cache: ShardCache | None = None
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], split: str, readers: int = 1, cache: ShardCache | None = None) -> None:
         source = open_files(folder, split, readers)
         self.folder, self.split = source.folder, split
         manifest = source.manifest()

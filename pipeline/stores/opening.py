@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipeline.errors import UserError, missing_extra
+from pipeline.errors import UserError, missing_extra, printable, without_secrets
 from pipeline.stores.place import RemotePath
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def _login(host: str) -> str:
 
 @cache
 def warn_of_redirect(url: str) -> None:
-    """Name, once, the other host to which a web server sends on the requests for a file: reading follows, without the credentials."""
-    from urllib import error, request  # http.client, for this alone
+    """Name, once, the other host to which a web server redirects requests for a file. Reading follows, without the credentials."""
+    from urllib import request  # http.client, for this alone
 
     class Stay(request.HTTPRedirectHandler):
         def redirect_request(self, *_: Any) -> None: ...
@@ -113,12 +113,10 @@ def warn_of_redirect(url: str) -> None:
     try:
         asked = request.Request(url, headers={"authorization": login} if login else {}, method="HEAD")
         request.build_opener(Stay).open(asked, timeout=_CONNECT.seconds).close()
-    except error.HTTPError as answer:
-        target = urlsplit(answer.headers.get("location") or "").netloc.rpartition("@")[2]
-    except (OSError, ValueError):  # reading says what is wrong
-        pass
+    except Exception as answer:  # of a redirect, it has the headers; of anything else, reading says what is wrong
+        target = without_secrets(getattr(answer, "headers", {}).get("location") or "").partition("://")[2].partition("/")[0]
     if target not in ("", host):
-        _log.warning(f"{host} sends requests on to {target}, which gets no credentials: check that you trust it")
+        _log.warning(f"{host} redirects to {printable(target, 200)}, which gets no credentials: check that you trust it")
 
 
 def check_settings(place: RemotePath) -> None:

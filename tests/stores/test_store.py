@@ -149,4 +149,4 @@ def test_another_host_is_named_once_and_gets_no_credentials(
     assert len(asked["first"]) > 4 and all(asked["first"]), "the server that was named gets them"
     assert len(asked["other"]) > 4 and not any(asked["other"])
     host, other = (each.removeprefix("http://") for each in (url, elsewhere))
-    assert caplog.messages == [f"{host} sends requests on to {other}, which gets no credentials: check that you trust it"]
+    assert caplog.messages == [f"{host} redirects to {other}, which gets no credentials: check that you trust it"]
