@@ -146,7 +146,7 @@ def test_another_host_is_named_once_and_gets_no_credentials(
     with server(give) as elsewhere, server(send_on) as url:
         for split in ("train", "val"):
             assert ShardSet(f"{url}/set", split).read(0).size
-    assert len(asked["first"]) > 4 and all(asked["first"]), "the server that was named gets them"
-    assert len(asked["other"]) > 4 and not any(asked["other"])
+    assert len(asked["first"]) >= 4 and all(asked["first"]), "the server that was named gets them"
+    assert len(asked["other"]) >= 4 and not any(asked["other"])
     host, other = (each.removeprefix("http://") for each in (url, elsewhere))
     assert caplog.messages == [f"{host} redirects to {other}, which gets no credentials: check that you trust it"]
