@@ -31,6 +31,7 @@ from pipeline.files import open_regular
 from pipeline.shards.manifest import MANIFEST, ShardManifest
 
 _WNID = re.compile(r"n\d{8}")
+_INDEX = re.compile("[0-9]{1,9}")
 _KEYS, _NAMES = ("class", "wnid", "synset", "label", "folder", "index", "id"), ("name", "class_name", "words", "description")
 _LONGEST_FILE = 64 << 20  # bytes
 
@@ -193,6 +194,6 @@ def _by_name(found: Iterable, classes: Sequence[str]) -> Pairs:
     """Pairs with classes as keys: keys that are numbers and not all classes are indices."""
     pairs: Pairs = list(found)
     known = set(classes)
-    if all(key in known or not (key.isascii() and key.isdigit()) for key, _ in pairs):
+    if all(key in known or not _INDEX.fullmatch(key) for key, _ in pairs):
         return pairs
-    return [(classes[int(key)], name) for key, name in pairs if key.isascii() and key.isdigit() and int(key) < len(classes)]
+    return [(classes[int(key)], name) for key, name in pairs if _INDEX.fullmatch(key) and int(key) < len(classes)]

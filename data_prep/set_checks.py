@@ -21,7 +21,7 @@ from pipeline.shards.manifest import (
     REJECTED,
     ShardManifest,
     SplitInfo,
-    find_out_of_range,
+    find_misfit,
     map_sample_table,
 )
 
@@ -118,11 +118,8 @@ def read_sample_table(folder: Path, manifest: ShardManifest, split: str) -> tupl
         reason = getattr(error, "strerror", None) or error
         findings.add("sample table", f"cannot be read ({reason})", f"{info.samples} samples by the manifest")
         return None, findings.table()
-    if wrong := find_out_of_range(rows, [shard.bytes for shard in info.shards], len(manifest.classes)):
-        findings.add("sample table", wrong, "values in range")
-    counts = np.bincount(rows["label"].clip(0, len(manifest.classes)), minlength=len(manifest.classes)).tolist()
-    findings.expect("samples per class", counts == info.samples_per_class, True, "as in the manifest: ")
-    findings.expect("samples", sum(shard.samples for shard in info.shards), info.samples, "of all shards: ")
+    if wrong := find_misfit(rows, info.shards, info.samples_per_class):
+        findings.add("sample table", wrong, "values in range, as many as in the manifest")
     return rows, findings.table()
 
 

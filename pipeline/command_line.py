@@ -13,40 +13,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.errors import USER_ERROR, UserError, first_line
+from pipeline.errors import USER_ERROR, UserError, first_line, printable
 from pipeline.terminal import fitted, paint
+
+
+def _own(names: str) -> dict[str, str]:
+    return {name: f"pipeline.{name}" for name in names.split()}
+
 
 # Commands of ``pervit``, by what one wants to do -> module of ``python -m``. Named, not imported: most take a second to import, and
 # ``pipeline`` does not know ``data_prep``.
 COMMANDS = {
-    "Try it": {"demo": "pipeline.demo"},
+    "Try it": _own("demo"),
     "Data": {
         "shard": "data_prep.shard_imagenet",
         "verify-shards": "data_prep.verify_shards",
         "upload-shards": "data_prep.upload_shards",
         "stage-shards": "data_prep.stage_shards",
     },
-    "Train": {
-        "plan": "pipeline.plan",
-        "train": "pipeline.train",
-        "sweep": "pipeline.sweep",
-        "watch": "pipeline.watch",
-        "track": "pipeline.track",
-        "checkpoint": "pipeline.checkpoint",
-    },
-    "Use": {
-        "evaluate": "pipeline.evaluate",
-        "predict": "pipeline.predict",
-        "probe": "pipeline.probe",
-        "export": "pipeline.export",
-    },
-    "Understand": {"report": "pipeline.report", "analyze": "pipeline.analyze"},
-    "Look up": {
-        "models": "pipeline.models",
-        "config": "pipeline.config",
-        "flops": "pipeline.flops",
-        "throughput": "pipeline.throughput",
-    },
+    "Train": _own("plan train sweep watch track checkpoint"),
+    "Use": _own("evaluate predict probe export"),
+    "Understand": _own("report analyze"),
+    "Look up": _own("models config flops throughput"),
 }
 
 
@@ -164,9 +152,8 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
                 sys.exit(1)
         if not isinstance(error, OSError) or error.filename is None and error.errno is None:
             _fail(traceback.format_exc(), 1)  # not an error of the file system
-        _fail(
-            f"error: {error.filename or 'writing a file'}: {error.strerror}: check the path, its permissions and the free space."
-        )
+        place = printable(str(error.filename or "writing a file"), 500)
+        _fail(f"error: {place}: {error.strerror}: check the path, its permissions and the free space.")
     except Exception:
         _fail(traceback.format_exc(), 1)
     sys.exit(code or 0)

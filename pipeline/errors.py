@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import reprlib
 import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 USER_ERROR = 2  # a mistake that a restart cannot fix
 PREEMPTED = 75  # stopped by a signal, all that was trained is saved (EX_TEMPFAIL of sysexits.h)
 RANK_LOST = 76  # another rank died or hangs
+
+_LONGEST_VALUE = 80  # characters of a value that a message shows
 
 # Extras with torchvision, whose wheels are each for one build of PyTorch -> their packages.
 _WITH_TORCHVISION = {"timm": "torchvision timm", "torchvision": "torchvision", "detection": "torchvision pycocotools"}
@@ -91,9 +94,8 @@ def install_extra(extra: str) -> str:
         target, constraints = (".", "constraints.txt") if here else (str(clone), shlex.quote(str(clone / "constraints.txt")))
         return f"pip install -e {shlex.quote(f'{target}[{extra}]')} -c {constraints}"
     # Of a wheel, which may be gone: what it says that the extra is.
-    named = [
-        text.partition(";")[0].strip() for text in metadata.requires("pervit-pipeline") or [] if f'extra == "{extra}"' in text
-    ]
+    needs = metadata.requires("pervit-pipeline") or []
+    named = [need.partition(";")[0].strip() for need in needs if f'extra == "{extra}"' in need]
     return f"pip install {shlex.join(named)}"
 
 
@@ -102,17 +104,42 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
 
 
+class _Shortened(reprlib.Repr):
+    """``repr`` with bounded length and depth, and YAML's words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _LONGEST_VALUE
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 8
+        self.maxlevel = 3
+
+    def repr_int(self, value: int, level: int) -> str:
+        return f"a number of more than {_LONGEST_VALUE} digits" if abs(value) >= 10**_LONGEST_VALUE else repr(value)
+
+    def repr_float(self, value: float, level: int) -> str:
+        return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else repr(value)
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+
+shown = _Shortened().repr  # a value for a message
+
+
 def first_invalid(error: Any, whole: str = "the file") -> str:
     """What is wrong first in data that pydantic has refused with ``error``, its ``ValidationError``: ``PLACE must ..., got ...``.
 
     ``whole`` names the place of what is wrong with everything.
     """
     problem = error.errors(include_url=False)[0]
-    place = ".".join(map(str, problem["loc"])) or whole
+    place = printable(".".join(str(part) for part in problem["loc"] if part != "[key]") or whole, 60)
     need = problem["msg"].partition(" should ")[2].partition(" after validation")[0]
     if not need:  # a key that is missing or unknown, or no JSON
         return f"{place} is missing" if problem["type"] == "missing" else f"{place}: {problem['msg']}"
-    return f"{place} must {need}, got {problem['input']!r:.60}"
+    return f"{place} must {need}, got {shown(problem['input']):.60}"
 
 
 def first_few(names: Sequence[str], most: int = 3) -> str:

@@ -19,6 +19,7 @@ that `evaluate --json` or `throughput --json` has written, beside the runs.
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from pipeline.stores.place import place_argument
 from pipeline.terminal import Stage
 
 
-def main() -> None:
+def main() -> int:
     parser = command_parser("pipeline.report", __doc__)
     add = parser.add_argument
     add("runs", type=place_argument, nargs="*", metavar="RUN", help="a run's output_dir, or a folder that holds several")
@@ -37,9 +38,7 @@ def main() -> None:
     add("--output", type=Path, metavar="FILE", help=default)
     add("--table", metavar="TABLE", help="a table of a paper, such as pervit_table1; list: all of them")
     add("--format", choices=("html", "markdown", "latex", "csv"), default="html", help="format of --table (default: html)")
-    any_data = (
-        "with --table: also list, separately, runs of a row's switches on other data, at another size or with another recipe"
-    )
+    any_data = "with --table: also list, separately, runs of a row's switches on other data, of another size or recipe"
     add("--any-data", action="store_true", help=any_data)
     predictions = "table from pipeline.evaluate (default: RUN/predictions.parquet or .csv)"
     add("--predictions", type=Path, metavar="FILE", help=predictions)
@@ -51,7 +50,7 @@ def main() -> None:
         from pipeline.reports.papers import list_tables
 
         print(list_tables())
-        return
+        return 0
     if not args.runs and args.table is None:
         raise UserError("a report requires at least one run, got none", "pass the output_dir of a run, or --table")
     if args.table is None and (args.format != "html" or args.any_data):
@@ -66,29 +65,33 @@ def main() -> None:
     output = args.output or (Path("report.html") if args.table is None or args.format == "html" else None)
     if output is None:
         with Stage("reading the runs"):
-            text = _text(args)
+            text, _ = _text(args)
         print(text, end="")
-        return
+        return 0
     check_writable(output)
     with Stage(f"making {output}"):
-        text = _text(args)
+        text, lost = _text(args)
     replace_text(output, text)
     size = len(text.encode())
     print(f"{output}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{output}: {size / 1e3:.1f} kB")
+    for path in lost:
+        print(f"warning: {path} is left out: the page says why", file=sys.stderr)
+    return 1 if lost else 0
 
 
-def _text(args: argparse.Namespace) -> str:
+def _text(args: argparse.Namespace) -> tuple[str, list[Path]]:
+    """What is to be written, and which runs it lacks."""
     if args.table is not None:
         from pipeline.reports.table_formats import paper_table
 
-        return paper_table(args.table, args.runs, args.format, args.any_data)
+        return paper_table(args.table, args.runs, args.format, args.any_data), []
     from pipeline.runs.folder import find_runs, is_run, read_run
 
     run = args.runs[0]
     if len(args.runs) == 1 and (is_run(run) or not find_runs([run])[0]):  # a folder without runs has a sentence of its own
         from pipeline.reports.run_page import Sources, run_page
 
-        return run_page(read_run(run), Sources(args.predictions, args.data, args.analysis))
+        return run_page(read_run(run), Sources(args.predictions, args.data, args.analysis)), []
     _refuse_options_of_one_run(args, f"{run} holds several")
     from pipeline.reports.comparison_page import comparison_page
 

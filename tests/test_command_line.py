@@ -12,6 +12,7 @@ from pipeline.__main__ import command, overview
 from pipeline.command_line import COMMANDS, run_command
 from pipeline.config.options import override_parser
 from pipeline.errors import UserError
+from support.launching import run_module
 
 
 def _stop(*_: object) -> None:
@@ -35,6 +36,12 @@ def test_ctrl_c_names_the_resumption_that_there_is(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         run_command(_stop)
     assert capsys.readouterr().err == "stopped; the same command continues from what was saved, if anything was\n"
+
+
+def test_a_path_that_no_file_system_takes_is_one_short_line() -> None:
+    """Guards against a traceback, and against a screen full of the path."""
+    result = run_module("pipeline.report", "x" * 5000, check=False)
+    assert result.returncode == 2 and ": File name too long: check the path" in result.stderr and len(result.stderr) < 700
 
 
 def test_all_commands_on_one_screen() -> None:

@@ -7,6 +7,7 @@ index that models are trained with, which is the wnid's position in alphabetical
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,6 @@ def _truth(data: bytes, classes: int, path: Path) -> list[int]:
     """Parse the ground truth: one id per line."""
     lines = data.decode(errors="replace").split()
     for number, line in enumerate(lines, start=1):
-        if not (line.isdecimal() and 1 <= int(line) <= classes):
-            raise UserError(f"{path}: line {number} of {_TRUTH} must be an id from 1 to {classes}, got {line!r}", _DOWNLOAD)
+        if not (re.fullmatch("[0-9]{1,9}", line) and 1 <= int(line) <= classes):
+            raise UserError(f"{path}: line {number} of {_TRUTH} must be an id from 1 to {classes}, got {line!r:.60}", _DOWNLOAD)
     return [int(line) for line in lines]

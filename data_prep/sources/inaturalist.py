@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data_prep import SPLITS
 from data_prep.sources.base import Entry, Source, read_listed
-from pipeline.errors import UserError
+from pipeline.errors import UserError, shown
 
 
 class INaturalist(Source):
@@ -92,7 +92,7 @@ def _read(path: Path) -> dict[str, list[dict]]:
         tables = {table: [{key: row[key] for key in keys} for row in tree[table]] for table, keys in needed.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{path} must have images, annotations and categories as in iNaturalist's files, got {error!r}",
+            f"{path} must have images, annotations and categories as in iNaturalist's files ({type(error).__name__}: {error})",
             "download it again",
         ) from None
     for table, rows in tables.items():
@@ -101,7 +101,7 @@ def _read(path: Path) -> dict[str, list[dict]]:
                 wanted = _WANTED.get(key, _NUMBER)
                 if not wanted[0](value):
                     raise UserError(
-                        f"{path}: {key} of {table} {number} must be {wanted[1]}, got {value!r:.60}", "download it again"
+                        f"{path}: {key} of {table} {number} must be {wanted[1]}, got {shown(value):.60}", "download it again"
                     )
     return tables
 

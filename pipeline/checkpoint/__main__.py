@@ -147,7 +147,7 @@ def verify(path: Path, step: int | str | None) -> int:
 
 def verify_one(folder: Path) -> list[str]:
     """Print a line for each intact file of a checkpoint; returns a sentence for each defect."""
-    from pipeline.checkpoint.parts import find_gaps
+    from pipeline.checkpoint.parts import find_gaps, find_not_finite
 
     print(folder)
     try:
@@ -161,7 +161,8 @@ def verify_one(folder: Path) -> list[str]:
         problems += found
         if not found:
             print(f"  intact  {record.name}  {size_text(record.bytes)}", flush=True)
-    return problems or find_gaps(folder, manifest)  # a damaged file's header cannot be trusted
+    # A damaged file's header cannot be trusted.
+    return problems or find_gaps(folder, manifest) or find_not_finite(folder, manifest.files)
 
 
 def main() -> int | None:

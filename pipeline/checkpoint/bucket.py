@@ -95,7 +95,7 @@ class RunStore:
             while not (path.is_file() and checksum(path) == part):
                 if (tries := tries + 1) > _TRIES:
                     raise UserError(f"{self.place / key} is damaged, its checksum does not match", "take another checkpoint")
-                replace_file(path, lambda file: self.store.download(key, file.fileno()))  # noqa: B023
+                replace_file(path, lambda file: self.store.download(key, file.fileno(), part.bytes))  # noqa: B023
 
     def fetch_checkpoint(self, manifest: CheckpointManifest, run_dir: Path) -> None:
         """Copy a checkpoint into a run folder, where it becomes visible when it is complete, and apply retention there."""

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from pipeline.checkpoint.folder import saved_steps, set_aside, step_folder
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OtherFormat, RunState, find_damage
-from pipeline.checkpoint.parts import EMA, EMA_BUFFER, WEIGHT, Entry, SliceReader, find_gaps, read_headers
+from pipeline.checkpoint.parts import EMA, EMA_BUFFER, WEIGHT, Entry, SliceReader, find_gaps, find_not_finite, read_headers
 from pipeline.checkpoint.rank_slices import rank_slices, read_scalars, saved_buffers
 from pipeline.cluster.agreement import do_in_main, raise_on_all
 from pipeline.cluster.world import World
@@ -97,6 +97,7 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
         damage = find_damage(folder, mine)
         if not damage:  # a damaged file's header cannot be trusted
             entries = read_headers(folder, mine)
+            damage = find_not_finite(folder, mine)
     except SafetensorError as error:
         damage = [f"{folder} has a file that is not a safetensors file ({error})"]
     except OSError as error:

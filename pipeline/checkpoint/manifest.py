@@ -16,7 +16,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 import xxhash
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from pipeline.errors import UserError, printable
+from pipeline.errors import UserError, first_invalid, printable, shown
 from pipeline.files import open_regular
 
 MANIFEST = "checkpoint.json"
@@ -177,10 +177,13 @@ class CheckpointManifest:
         try:
             manifest: CheckpointManifest = _VALID.validate_python(values)
         except ValidationError as error:
-            raise _invalid(source, error) from None
-        names, classes = manifest.state.class_names, manifest.state.classes
-        if names is not None and len(names) != len(classes):
-            raise _damage(source, "state.class_names", names, f"have {len(classes)} names, one for each class")
+            raise UserError(f"{source}: {first_invalid(error)}", _REMEDY) from None
+        state = manifest.state
+        if (names := state.class_names) is not None and len(names) != len(state.classes):
+            raise _damage(source, "state.class_names", names, f"have {len(state.classes)} names, one for each class")
+        for place, number in (("skipped_steps", state.skipped_steps), ("best.step", state.best["step"] if state.best else 0)):
+            if number > state.step:
+                raise _damage(source, f"state.{place}", number, f"be at most {state.step}, the step")
         return manifest
 
 
@@ -237,16 +240,5 @@ def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) ->
     return sentences
 
 
-def _invalid(source: str, error: ValidationError) -> UserError:
-    problem = error.errors()[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"] if part != "[key]")
-    where = printable(place.lstrip("."), _SHOWN)  # such as files[0].name
-    if problem["type"] == "missing":
-        return UserError(f"{source} must have {where}, which is missing", _REMEDY)
-    known = problem["type"] != "unexpected_keyword_argument"
-    need = problem["msg"].partition(" should ")[2] or f"be valid ({problem['msg']})" if known else "not be there"
-    return _damage(source, where, problem["input"], need)
-
-
 def _damage(source: str, place: str, found: Any, need: str) -> UserError:
-    return UserError(f"{source}: {place} must {need}, got {printable(ascii(found), _SHOWN)}", _REMEDY)
+    return UserError(f"{source}: {place} must {need}, got {printable(shown(found), _SHOWN)}", _REMEDY)

@@ -89,6 +89,19 @@ def read_headers(folder: Path, files: Iterable[FileRecord]) -> list[Entry]:
     return entries
 
 
+def find_not_finite(folder: Path, files: Iterable[FileRecord]) -> list[str]:
+    """A sentence for each tensor with numbers that no training saves: NaN, or infinite weights. Raises as :func:`read_headers`."""
+    sentences = []
+    for record in files:
+        with safe_open(folder / record.name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                values, quantity = file.get_tensor(key), key.partition("/")[0]
+                finite = values.isfinite() if quantity in (WEIGHT, EMA) else ~values.isnan()  # a moment may overflow
+                if quantity not in (BUFFER, EMA_BUFFER) and not finite.all():
+                    sentences.append(f"{folder / record.name} has numbers that are not finite in {key}")
+    return sentences
+
+
 class SliceReader:
     """Reads slices from the intact files of a checkpoint, however it was sharded when it was saved.
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config.values import MAX_BATCH, MAX_SIDE, Aspect, Count, Deviation, Mean, PlainValues, Section, Share, Text, shown
+from pipeline.config.values import MAX_BATCH, MAX_SIDE, Aspect, Count, Deviation, Mean, PlainValues, Section, Share, Text
+from pipeline.errors import shown
 
 
 class DataConfig(Section):

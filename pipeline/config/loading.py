@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from pipeline.config.problems import Layer, complaint, describe, unknown_key
 from pipeline.config.sections import Config, section_fields
 from pipeline.config.tables import PaperRow, find_row, row_names, shipped_recipes
-from pipeline.config.values import Section, parse_value, shown
-from pipeline.errors import UserError, check_no_secrets
+from pipeline.config.values import Section, parse_value
+from pipeline.errors import UserError, check_no_secrets, printable, shown
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -45,14 +45,15 @@ def find_recipe(name: str | Path, folder: Path = Path()) -> Path | PaperRow:
             this order: the path itself, ``configs/`` in the current folder, the shipped configs.
         folder: the folder that a path is relative to.
     """
-    path = folder / name
-    if path.is_file():
-        return path
-    wanted = f"{name}".removesuffix(".yaml")
-    if not Path(name).is_absolute():
+    path, wanted = folder / name, f"{name}".removesuffix(".yaml")
+    try:
+        if path.is_file():
+            return path
         own = Path("configs") / f"{wanted}.yaml"
-        if found := own if own.is_file() else shipped_recipe(wanted):
+        if not Path(name).is_absolute() and (found := own if own.is_file() else shipped_recipe(wanted)):
             return found
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"config {printable(str(path), 200)} cannot be read ({error.strerror})", "pass another file") from None
     raise UserError(f"config {path} does not exist, and no config of that name is in {shipped_recipes()}: {_meant(wanted)}")
 
 

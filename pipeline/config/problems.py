@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.config.sections import Config, flatten, section_fields
-from pipeline.config.values import Section, shown
+from pipeline.config.values import Section
+from pipeline.errors import shown
 
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 _LONG = 200  # characters after which pydantic's or the user's text is cut, and beyond which nobody meant another key

@@ -26,9 +26,8 @@ from pipeline.config.values import (
     Share,
     Steps,
     Text,
-    shown,
 )
-from pipeline.errors import UserError, counted
+from pipeline.errors import UserError, counted, shown
 
 BUILT_IN_OPTIMIZERS = ("adamw", "lamb", "muon", "sgd")  # optim.name; others are module:Class
 AUTO = "auto"  # what a start settles, such as train.micro_batch_size: as many images as fit into memory

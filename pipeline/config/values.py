@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import reprlib
 import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, shown
 
 # Sanity bounds: far above any recipe, far below overflow or exhausted memory. A typo (an extra zero, the wrong unit) is an
 # error message instead of a run that hangs.
@@ -26,7 +25,6 @@ MAX_SECONDS = 30 * 24 * 3600.0  # 30 days; timeouts of collectives and stores ov
 MAX_RATE = 1e3  # learning rate, weight decay
 MAX_SWITCH = 2**63 - 1  # integers that JSON and checkpoints can hold; a model's own bounds are narrower
 
-_LONG = 80  # characters of a value that a message shows
 _DEEPEST = 32  # levels of nesting: PyYAML's time is quadratic in them, and it recurses until Python's stack overflows
 
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_SHAPE)]
@@ -194,28 +192,3 @@ class _TextLoader(_StrictLoader):
     """Takes no value for a number, a date or a truth value."""
 
     yaml_implicit_resolvers: dict = {}
-
-
-class _Shortened(reprlib.Repr):
-    """``repr`` with bounded length and depth, and YAML's words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = self.maxlong = _LONG
-        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 8
-        self.maxlevel = 3
-
-    def repr_int(self, value: int, level: int) -> str:
-        return f"a number of more than {_LONG} digits" if abs(value) >= 10**_LONG else repr(value)
-
-    def repr_float(self, value: float, level: int) -> str:
-        return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else repr(value)
-
-    def repr_bool(self, value: bool, level: int) -> str:
-        return str(value).lower()
-
-    def repr_NoneType(self, value: None, level: int) -> str:
-        return "null"
-
-
-shown = _Shortened().repr  # a value for a message

@@ -45,12 +45,9 @@ _PACKAGES = ("torch", "deepspeed", "nvidia-dali-cuda130", "nvidia-dali-cuda120",
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 
-def write_run_files(
-    config: Config, world: World, first_step: int, precision: str, micro_batch: str | None = None
-) -> int | None:
-    """Write ``config.yaml`` and append this start to ``environment.json``. Collective. Returns on rank 0: which start of the
-    run this is, counted from 1; None elsewhere. Raises UserError: on every rank: a file cannot be written, or
-    ``environment.json`` is damaged.
+def write_run_files(config: Config, world: World, first_step: int, precision: str, micro_batch: str | None = None) -> int:
+    """Write ``config.yaml`` and append this start to ``environment.json``. Collective. Returns which start of the run this is, counted
+    from 1. Raises UserError: on every rank: a file cannot be written, or ``environment.json`` is damaged.
 
     Args:
         first_step: of this start, counted from 1.
@@ -64,7 +61,7 @@ def write_run_files(
         "micro_batch_size": config.train.micro_batch,
         **({AUTO_REASON: micro_batch} if micro_batch else {}),
     }
-    return do_in_main(lambda: _write(config, start), world)
+    return world.from_main(do_in_main(lambda: _write(config, start), world))
 
 
 def _write(config: Config, start: dict) -> int:
@@ -119,10 +116,8 @@ def _environment(config: Config, world: World) -> dict:
     for name in (*_PACKAGES, "timm") if is_timm(config.model.name) else _PACKAGES:
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
-    commit, git = (
-        None,
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-    )
+    commit, here = None, str(Path(__file__).parent)
+    git = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError, subprocess.CalledProcessError):  # installed without its repository
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return {
@@ -164,6 +159,4 @@ class RunEvents:
                 file.write(("\n" * torn + row).encode())
         except OSError as error:
             self._writes = False
-            _log.warning(
-                f"{self._run_dir / EVENTS} cannot be written ({error.strerror}): a report will lack this start's story"
-            )
+            _log.warning(f"{self._run_dir / EVENTS} cannot be written ({error.strerror}): a report lacks this start's story")

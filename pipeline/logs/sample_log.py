@@ -3,10 +3,10 @@
 ::
 
     RUN/samples/rank-00000.jsonl
-    {"start": 41, "step": 42, "time": 1760000000.123, "epoch": [0, ...], "position": [640, ...], "sample": [17, ...], "augmentation": ["1f0c...", ...]}
+    {"start": 2, "step": 42, "time": 1760000000.123, "epoch": [0, ...], "position": [640, ...], "sample": [17, ...], "augmentation": ["1f0c...", ...]}
 
-One line per optimizer step, with its micro-batches in order. ``start`` is the first step of the start that wrote it. A step
-that was repeated after a resume has several lines; the weights come from the latest by ``time`` (Unix time in seconds).
+One line per optimizer step, with its micro-batches in order. ``start`` counts the starts of the run, as ``environment.json`` lists them. A
+step that was repeated after a resume has several lines; the weights come from the latest by ``time`` (Unix time in seconds).
 """
 
 import json
@@ -25,8 +25,8 @@ from pipeline.runs import SAMPLES
 
 
 class SampleLog:
-    """This rank's record. Every method raises a ``UserError`` on this rank if its file cannot be written. ``start``: the first
-    step of this start, counted from 1."""
+    """This rank's record. Every method raises a ``UserError`` on this rank if its file cannot be written. ``start``: the number
+    of this start, counted from 1."""
 
     def __init__(self, run_dir: Path, world: World, start: int) -> None:
         path = run_dir / SAMPLES / f"rank-{world.rank:05d}.jsonl"

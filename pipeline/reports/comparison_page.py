@@ -44,9 +44,9 @@ _STYLE = """<style>
 </style>"""
 
 
-def comparison_page(paths: list[Path]) -> str:
-    """The page about the runs in these folders, and in the folders that hold some; with speeds from files of `throughput
-    --json`. Raises UserError: none of them can be read."""
+def comparison_page(paths: list[Path]) -> tuple[str, list[Path]]:
+    """The page about the runs in these folders, and in the folders that hold some, with speeds from files of `throughput --json`; and
+    those paths without a run that can be read. Raises UserError: all of them."""
     measured, places, others = Measured.read(paths)
     folders, missing = find_runs(places)
     runs, damaged = read_runs(folders)
@@ -66,7 +66,9 @@ def comparison_page(paths: list[Path]) -> str:
     about = counted(len(groups), "different config") + f" of {min(models)}" * (len(models) == 1) + "."
     about += " A row is a group of runs that differ only in their seed." * (len(groups) < len(runs))
     about += " Accuracies of different data sets do not compare: each set has its own table." * (len(data) > 1)
-    return page(counted(len(runs), "run"), about, sections, notes)
+    lost = [path for path in places if not any(run.path.resolve().is_relative_to(path.resolve()) for run in runs)]
+    title = counted(len(runs), "run") + f", {len(missing) + len(damaged)} cannot be read" * bool(missing or damaged)
+    return page(title, about, sections, notes), lost
 
 
 def _results(same: SameData) -> Html:
@@ -184,11 +186,8 @@ def _figure_of(group: Group, key: str, measured: Measured) -> float | None:
 
 
 def _curves(same: SameData) -> Html:
-    along = (
-        "epoch"
-        if len({run.images for group in same.groups for run in group.runs if run.images}) < 2
-        else "millions of images seen"
-    )
+    sizes = {run.images for group in same.groups for run in group.runs if run.images}
+    along = "epoch" if len(sizes) < 2 else "millions of images seen"
 
     def column(name: str, smooth: bool = False) -> Callable[[RunFolder], Points]:
         def curve(run: RunFolder) -> Points:

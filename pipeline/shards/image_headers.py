@@ -84,6 +84,15 @@ def jpeg_header(data: bytes) -> FrameHeader:
     raise CutOff("a JPEG that is cut off")
 
 
+def size_damage(data: bytes, size: tuple[int, int]) -> str:
+    """Compare an image's header with the width and height for which crops are drawn; 6 us for a JPEG. Empty if they are the same."""
+    try:
+        found = jpeg_header(data)[2:4] if data.startswith(_SOI) else Image.open(io.BytesIO(data), formats=list(_CHECKS)).size
+    except Exception:  # Pillow raises nearly anything; decoding will say what is wrong
+        return ""
+    return "" if found == size else "has {} x {} pixels, {} x {} by the sample table".format(*found, *size)
+
+
 def _check_scans(data: bytes) -> None:
     """Count the scans of a progressive JPEG the way libjpeg finds them, skipping bytes between segments.
 

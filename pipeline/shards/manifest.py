@@ -147,15 +147,16 @@ class ShardManifest:
             manifest: ShardManifest = _adapter().validate_json(content)
         except ValidationError as error:
             raise UserError(f"{path} is damaged: {first_invalid(error)}", _RESTORE) from None
-        lists: dict[str, list] = {
-            f"splits.{name}.samples_per_class": split.samples_per_class for name, split in manifest.splits.items()
-        }
+        lists: dict[str, Any] = {f"splits.{n}.samples_per_class": info.samples_per_class for n, info in manifest.splits.items()}
         if manifest.class_names is not None:
             lists["class_names"] = manifest.class_names
         for where, values in lists.items():
             if len(values) != len(manifest.classes):
                 need = f"must have {len(manifest.classes)} entries, one for each class, got {len(values)}"
                 raise UserError(f"{path} is damaged: {where} {need}", _RESTORE)
+        for where, names in {"classes": manifest.classes, "class_names": manifest.class_names or []}.items():
+            if len({*names}) < len(names):
+                raise UserError(f"{path} is damaged: {where} must have each name once", _RESTORE)
         return manifest
 
 
@@ -222,9 +223,12 @@ def forget_pages(rows: np.ndarray) -> None:
         mapped.madvise(mmap.MADV_RANDOM)  # else each row that is not in the page cache would be read with 128 kB around it
 
 
-def find_out_of_range(rows: np.ndarray, shard_bytes: list[int], classes: int) -> str | None:
-    """Describe the first of (n,) rows of ``SAMPLE_DTYPE`` with an out-of-range value; None if there is none."""
-    sizes = np.array(shard_bytes, dtype=np.uint64)
+def find_misfit(rows: np.ndarray, shards: list[ShardInfo], samples_per_class: list[int]) -> str | None:
+    """Describe the first of (n,) rows of ``SAMPLE_DTYPE`` with an out-of-range value, or a number of them that is not the manifest's;
+    None if there is none."""
+    sizes, classes = np.array([shard.bytes for shard in shards], dtype=np.uint64), len(samples_per_class)
+    written = {"shard": np.array([shard.samples for shard in shards]), "label": np.array(samples_per_class)}
+    found = {name: np.zeros_like(counts) for name, counts in written.items()}
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         part = rows[first : first + _ROWS_AT_ONCE]
         shard, size = part["shard"], part["bytes"]
@@ -241,6 +245,11 @@ def find_out_of_range(rows: np.ndarray, shard_bytes: list[int], classes: int) ->
             if rows_wrong.any():
                 row = int(rows_wrong.argmax())
                 return f"{name} of sample {first + row} must be {allowed}, got {part[name][row]}"
+        for name, counts in found.items():
+            counts += np.bincount(part[name], minlength=len(counts))
+    for name, counts in written.items():
+        for number in np.flatnonzero(counts != found[name])[:1]:
+            return f"samples with {name} {number} must be {counts[number]}, got {found[name][number]}"
     return None
 
 

@@ -34,7 +34,7 @@ from pipeline.shards.manifest import (
     MANIFEST,
     SHARDER,
     find_manifest,
-    find_out_of_range,
+    find_misfit,
     forget_pages,
     in_progress_file,
     map_sample_table,
@@ -56,9 +56,7 @@ class ShardSet(Samples):
         cache: of the node; None: none.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], split: str, readers: int = 1, *, cache: ShardCache | None = None
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], split: str, readers: int = 1, cache: ShardCache | None = None) -> None:
         source = open_files(folder, split, readers)
         self.folder, self.split = source.folder, split
         manifest = source.manifest()
@@ -137,11 +135,9 @@ class ShardSet(Samples):
     def take_counts(self) -> dict[str, int] | None:
         return self.files.take_counts()
 
-    def damaged(self, index: int, reason: str) -> DamagedSample:
-        return self._damaged(index, reason, next(self.source_names([index])))
-
-    def _damaged(self, index: int, reason: str, original: str) -> DamagedSample:
+    def damaged(self, index: int, reason: str, original: str | None = None) -> DamagedSample:
         path = self.folder / self._tar(self.samples[index])
+        original = next(self.source_names([index])) if original is None else original
         name = f" (it was {original} in the source)" if original else ""
         return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}{name}")
 
@@ -158,10 +154,13 @@ class ShardSet(Samples):
             yield original if isinstance(original, str) and original.isprintable() else ""
 
     def _verified(self, index: int, data: bytes | memoryview | OSError) -> np.ndarray | DamagedSample:
+        from pipeline.shards.image_headers import size_damage  # Pillow, which plans do without
+
         if isinstance(data, OSError):
-            original = "" if self.files.repeats else next(self.source_names([index]))  # reading that would take as long
-            return self._damaged(index, f"cannot be read ({data.strerror})", original)
-        if damage := sample_damage(data, self.samples[index]):
+            original = "" if self.files.repeats else None  # reading that would take as long
+            return self.damaged(index, f"cannot be read ({data.strerror})", original)
+        row = self.samples[index]
+        if damage := sample_damage(data, row) or size_damage(bytes(data), (row["width"], row["height"])):
             return self.damaged(index, damage)
         return np.frombuffer(data, dtype=np.uint8)
 
@@ -181,7 +180,7 @@ class ShardSet(Samples):
             if file_sha256(local) != self.info.samples_sha256:  # 41 MB for ImageNet, and every label and crop depends on it
                 raise ValueError("its checksum is not the one in the manifest")
             samples = map_sample_table(local, self.info.samples)
-            wrong = find_out_of_range(samples, [shard.bytes for shard in self.info.shards], len(self.classes))
+            wrong = find_misfit(samples, self.info.shards, self.info.samples_per_class)
             forget_pages(samples)
         except FileNotFoundError:
             raise UserError(f"{path} is missing ({self.info.samples} samples by {MANIFEST})", remedy) from None

@@ -5,21 +5,24 @@ Settings in the environment are checked before obstore reads them: some of them 
 
 from __future__ import annotations
 
+import logging
 import netrc
 import os
 from base64 import b64encode
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipeline.errors import UserError, missing_extra
+from pipeline.errors import UserError, missing_extra, printable, without_secrets
 from pipeline.stores.place import RemotePath
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+_log = logging.getLogger(__name__)
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # the first that is set counts
 _CONNECT, _SILENT, _WHOLE = timedelta(seconds=10), timedelta(seconds=20), timedelta(seconds=120)  # of a request
 
@@ -98,6 +101,24 @@ def _login(host: str) -> str:
     return "Basic " + b64encode(f"{found[0]}:{found[2]}".encode()).decode() if found else ""
 
 
+@cache
+def warn_of_redirect(url: str) -> None:
+    """Name, once, the other host to which a web server redirects requests for a file. Reading follows, without the credentials."""
+    from urllib import request  # http.client, for this alone
+
+    class Stay(request.HTTPRedirectHandler):
+        def redirect_request(self, *_: Any) -> None: ...
+
+    host, login, target = urlsplit(url).netloc, _login(urlsplit(url).netloc), ""
+    try:
+        asked = request.Request(url, headers={"authorization": login} if login else {}, method="HEAD")
+        request.build_opener(Stay).open(asked, timeout=_CONNECT.seconds).close()
+    except Exception as answer:  # of a redirect, it has the headers; of anything else, reading says what is wrong
+        target = without_secrets(getattr(answer, "headers", {}).get("location") or "").partition("://")[2].partition("/")[0]
+    if target not in ("", host):
+        _log.warning(f"{host} redirects to {printable(target, 200)}, which gets no credentials: check that you trust it")
+
+
 def check_settings(place: RemotePath) -> None:
     """Check the address of another store than Amazon's. Raises UserError: it is not an address."""
     if place.scheme != "s3":
@@ -112,10 +133,8 @@ def check_settings(place: RemotePath) -> None:
 
 def _is_address(text: str) -> bool:
     try:
-        parts = urlsplit(text)
-        port = parts.port  # raises where it is none
+        url = urlsplit(text)
+        port = url.port  # raises where it is none
     except ValueError:
         return False
-    return (
-        parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and text.isascii() and text.split() == [text]
-    )
+    return url.scheme in ("http", "https") and bool(url.hostname) and port != 0 and text.isascii() and text.split() == [text]

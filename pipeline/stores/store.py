@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import queue
 import random
@@ -34,8 +35,10 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _PART = 8 << 20  # bytes of a request for a whole object
+_MOST = 1 << 30  # bytes of an object in memory: a manifest of 2,000,000 shards
 REQUESTS_AT_ONCE = 64  # of a process: 1,000 images/s at 50 ms
 _TRIES = 8  # 12 s: of a request that a store which answers others does not answer
+_SLOW = 100.0  # seconds until that is given up where answers trickle: two tries, which end after 120 s each
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds between tries; doubled each time, and drawn from its upper half
 _FIRST_THROTTLED, _LONGEST_THROTTLED = 0.5, 30.0  # the same after 503 and 429, for all requests of the process
 PATIENCE = 600.0  # seconds without any answer until the store is given up
@@ -127,33 +130,39 @@ class Store:
         return self._repeat(name, lambda: self._client.read(name, begin, size))
 
     def fetch(self, name: str) -> Answer:
-        """A whole object, by ranges, whose answers tell its size, so that none is cut off. Raises as :meth:`read`."""
-        first = self.read(name, 0, _PART)
-        rest = [(begin, min(_PART, first.size - begin)) for begin in range(_PART, first.size, _PART)]
-        answers: list[Answer] = [first]
-        for answer in self.threads.map(lambda part: self.read(name, *part), rest):
-            if isinstance(answer, BaseException):
-                raise answer
-            if answer.version.tag != first.version.tag:
-                raise OSError(errno.ESTALE, "it was replaced while it was read", str(self.place / name))
-            answers.append(answer)
-        return Answer(memoryview(b"".join(answer.data for answer in answers)), first.size, first.version)
+        """A whole object of at most 1 GiB, by ranges, whose answers tell its size, so that none is cut off. Raises as :meth:`read`."""
+        parts: dict[int, memoryview] = {}
+        size, version = self._take(name, _MOST, parts.__setitem__)
+        return Answer(memoryview(b"".join(parts[begin] for begin in sorted(parts))), size, version)
 
-    def download(self, name: str, descriptor: int) -> None:
-        """Write a whole object that has bytes into an empty file, with no more of it in memory than is in flight. Raises as :meth:`fetch`."""
+    def download(self, name: str, descriptor: int, most: float = math.inf) -> None:
+        """Write a whole object of 1 to ``most`` bytes into an empty file, with no more of it in memory than is in flight.
+        Raises as :meth:`fetch`."""
 
-        def part(begin: int) -> tuple[int, str]:
-            answer = self.read(name, begin, _PART)
-            if os.pwrite(descriptor, answer.data, begin) != len(answer.data):
+        def write(begin: int, data: memoryview) -> None:
+            if os.pwrite(descriptor, data, begin) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-            return answer.size, answer.version.tag
+
+        disk = os.fstatvfs(descriptor)
+        self._take(name, min(most, disk.f_bavail * disk.f_frsize), write)
+
+    def _take(self, name: str, most: float, take: Callable[[int, memoryview], None]) -> tuple[int, Version]:
+        """Give ``take`` each part of an object, with its offset; returns the object's size and version."""
+
+        def part(begin: int) -> tuple[int, Version]:
+            answer = self.read(name, begin, _PART)
+            take(begin, answer.data)
+            return answer.size, answer.version
 
         first = part(0)
+        if first[0] > most:
+            raise OSError(errno.EFBIG, f"it has {first[0]:,} bytes by the store, more than {most:,}", str(self.place / name))
         for found in self.threads.map(part, range(_PART, first[0], _PART)):
             if isinstance(found, BaseException):
                 raise found
             if found != first:
                 raise OSError(errno.ESTALE, "it was replaced while it was read", str(self.place / name))
+        return first
 
     def put(self, name: str, data: bytes | Path, mark: str = "", replaces: Version | None = None) -> Version:
         """Write a whole object, with a mark that :meth:`describe` returns.
@@ -238,23 +247,19 @@ class Store:
                 "let it, as nginx and Apache do by default, or copy the set into a bucket or a folder",
             )
         now = time.monotonic()
-        if one_of_many and (tries >= _TRIES or now - began > self._patience) and self._answers_others():
+        if one_of_many and (tries >= _TRIES or now - began > min(_SLOW, self._patience)) and self._answers_others():
             if others:
                 raise OSError(errno.EIO, f"{failure}, for {now - began:.0f} s", str(self.place / name))
+            _log.warning(f"{self.place / name} is tried a last time ({failure}): the store answers for others")
             return True
         silent = now - max(self._answered, began)
         patience = self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)
+        said = f"{self.place} has not answered for {silent:.0f} s ({failure})"
         if silent > patience:
-            self._end(
-                StoreAway,
-                f"{self.place} has not answered for {silent:.0f} s ({failure})",
-                "check the store and the network and start again: a run continues from its newest checkpoint",
-            )
+            self._end(StoreAway, said, "check the store and network and start again: a run resumes from its newest checkpoint")
         if silent > _WARN_AFTER and not self._warned:
             self._warned = True
-            _log.warning(
-                f"{self.place} has not answered for {silent:.0f} s ({failure}); it is tried again, for {patience:.0f} s"
-            )
+            _log.warning(f"{said}; it is tried again, for {patience:.0f} s")
         return False
 
     def _answers_others(self) -> bool:

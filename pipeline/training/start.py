@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.folder import sweep
 from pipeline.checkpoint.loading import Verified, newest_intact
-from pipeline.checkpoint.manifest import RunState
+from pipeline.checkpoint.manifest import MANIFEST, RunState
 from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.saver import Saver
 from pipeline.cluster.agreement import Agreement, do_in_main
@@ -136,6 +136,9 @@ class Start:
         """Settle what the config leaves open and build all that is trained; None if nothing is left to train. Collective."""
         verified = self.find_checkpoint(data.train_set)
         before = verified.state if verified else None
+        if verified and before and before.samples != (samples := data.schedule.samples(before.step)):
+            problem = f"{verified.folder / MANIFEST}: state.samples must be {samples}, those of {before.step} steps, got {before.samples}"
+            raise UserError(problem, "take another checkpoint")
         if before and is_complete(before.step, before.evaluation_due, data.schedule.last_step):
             say_once(self.world, f"{self.folder} is complete at step {before.step}: nothing to train.")
             return None
@@ -191,7 +194,7 @@ def _open(
         mirror=mirror,
         log=RunLog(config, world, step, data.schedule, flops_per_image, known, store),
         events=events,
-        samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
+        samples=SampleLog(folder, world, number) if config.log.samples else None,
         profiler=StepProfiler(folder, config.log.profile_steps, world, step, last_step),
         first_step=step,
         unsettled=None,
@@ -230,9 +233,7 @@ def _introduce(run: Run, prepared: PreparedRun, recipe: Recipe | None) -> None:
         if before and (was := before.config["train"]["micro_batch_size"]) != micro:
             notes.append(f"train.micro_batch_size was {was} and is {micro}: {normalizes} the run goes on a little differently")
         if recipe and (stated := recipe.config.train.micro_batch_size) not in (AUTO, micro):
-            notes.append(
-                f"train.micro_batch_size is {micro}, {stated} in {recipe.name}: {normalizes} this is not quite its recipe"
-            )
+            notes.append(f"train.micro_batch_size is {micro}, {stated} in {recipe.name}: {normalizes} this is not its recipe")
     for note in notes:
         run.log.say(f"note: {note}")
     processes = counted(run.world.size, "process")

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import xxhash
 
 from pipeline.checkpoint import __main__ as command
 from pipeline.checkpoint.folder import find_checkpoint, find_step, read_manifests, remove_old, saved_steps, step_folder, sweep
+from pipeline.checkpoint.loading import newest_intact
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest
 from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.weights import read_weights
+from pipeline.cluster.world import World
 from pipeline.errors import UserError
 from support.checkpoints import save_small
 
@@ -30,6 +33,8 @@ DELETED = object()
 # (where, what is put there): every place where a value is used, with a value that is of another type, out of range or leads elsewhere.
 EDITS: list[tuple[str, Any]] = [
     *((f"state.{key}", value) for key in ("step", "samples", "skipped_steps") for value in (-1, BIG, "4", 4.0, None)),
+    ("state.skipped_steps", 5),  # of 4 steps
+    ("state.best", {"top1": 1.0, "step": 5, "weights": "ema"}),
     *((f"state.{key}", DELETED) for key in ("step", "config", "classes", "data", "world_size")),
     *(("state.world_size", value) for value in (0, -1, BIG, True)),
     *(("state.zero_stage", value) for value in (4, -1, "1")),
@@ -187,6 +192,34 @@ def test_headers_that_no_checkpoint_has_are_damage(tmp_path: Path) -> None:
         assert command.verify(tmp_path, None) == 1, key
         with pytest.raises(UserError, match="step-00000004"):
             read_weights(tmp_path)
+
+
+def test_numbers_that_are_not_finite_are_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a run that resumes from NaN, skips every step, and is told to lower its learning rate."""
+    save_small(tmp_path, 3, value=3)
+    folder = save_small(tmp_path, 4, value=float("nan"))
+    sentence = f"{folder / 'part-00000.safetensors'} has numbers that are not finite in weight/w/0"
+    assert command.verify(tmp_path, None) == 1 and f"DAMAGED {sentence}" in capsys.readouterr().out
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = newest_intact(tmp_path, World(0, 1, torch.device("cpu"), 1))
+    finally:
+        dist.destroy_process_group()
+    assert found and found.state.step == 3 and saved_steps(tmp_path) == [3]
+    record = write_part(
+        step_folder(tmp_path, 3) / "part-00000.safetensors",
+        {"weight/w/0": torch.ones(3), "buffer/b/0": torch.tensor([torch.inf])},
+    )
+    edit(step_folder(tmp_path, 3), partial(put, place="files.0", value=asdict(record)))
+    assert command.verify(tmp_path, None) == 0  # statistics are of the data
+
+
+def test_what_was_found_is_shown_as_json_has_it(tmp_path: Path) -> None:
+    """Guards against words of Python, such as None, about a file that has none of them."""
+    folder = save_small(tmp_path, 4)
+    edit(folder, partial(put, place="state.evaluation_due", value=None))
+    with pytest.raises(UserError, match="state.evaluation_due must be a valid boolean, got null: take another checkpoint"):
+        CheckpointManifest.read(folder)
 
 
 def test_a_checkpoint_that_was_moved_and_linked_is_read_and_retired(tmp_path: Path) -> None:

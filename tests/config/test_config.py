@@ -145,6 +145,10 @@ def test_a_base_is_overlaid_and_a_cycle_is_refused(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("base: over.yaml\n")
     with pytest.raises(UserError, match="its own base"):
         load_config(tmp_path / "over.yaml")
+    (tmp_path / "base.yaml").write_text(f"base: {'x' * 5000}\n")  # more than a file system takes
+    with pytest.raises(UserError, match=r"x+\.\.\. cannot be read \(File name too long\): pass another file") as error:
+        load_config(tmp_path / "over.yaml")
+    assert len(str(error.value)) < 300
 
 
 def test_accumulation_follows_from_the_global_batch_or_shows_the_arithmetic() -> None:

@@ -68,6 +68,7 @@ def test_classes_that_are_numbers_are_no_indices(tmp_path: Path) -> None:
         ("a.txt", "\n".join(WNIDS), "the name of n01440764 must be printable text, got ''"),
         ("a.json", '{"n01440764": "a", "n01440764": "b"}', "names the class n01440764 twice"),
         ("a.json", '{"0": "a", "1": {}}', "is not a JSON file of class names .*'1' has no text"),
+        ("a.json", '{"' + "1" * 5000 + '": "a"}', "no name for 3 classes of 3"),  # more digits than Python makes a number of
         ("a.json", '{"0": "a"', "is not a JSON file of class names"),
         ("a.csv", "klass,nom\na,b\n", "must have the columns class and name, got klass, nom"),
         ("a.csv", "class,name\nn01440764,tench\n", "no name for 2 classes of 3"),

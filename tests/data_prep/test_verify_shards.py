@@ -150,6 +150,7 @@ def test_sample_table_of_another_set(copied: Path) -> None:
     result = found(copied)
     assert {
         ("val-samples.npy", "sha256"),
+        ("val-samples.npy", "sample table"),  # of the numbers of samples
         ("val-000000.tar", "sample table: offset"),
         ("val-000001.tar", "sample table: pixels"),
         ("val-000002.tar", "sample table: checksum"),

@@ -50,12 +50,15 @@ def _records(run: Path, starts: list[Start]) -> list[dict[int, dict[int, list[Im
     """Of every start: step -> rank -> images."""
     times = [start.time for start in starts]
     records: list[dict[int, dict[int, list[Image]]]] = [{} for _ in starts]
+    begun = json.loads((run / "environment.json").read_text())
+    numbers: dict[int, int] = {}  # by the record, which counts no start that was killed before it -> by the test
     for path in sorted((run / "samples").glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
         for line in map(json.loads, path.read_text().splitlines()):
             number = bisect_right(times, line["time"]) - 1
-            expected = starts[number].begins_after + 1
-            assert line["start"] == expected, f"{path}: a start began with step {line['start']}, not {expected}"
+            assert numbers.setdefault(line["start"], number) == number, f"{path}: two starts have the number {line['start']}"
+            expected, began = starts[number].begins_after + 1, begun[line["start"] - 1]["first_step"]
+            assert began == expected, f"{path}: a start began with step {began}, not {expected}"
             ranks = records[number].setdefault(line["step"], {})
             assert rank not in ranks, f"{path}: step {line['step']} was taken twice in one start"
             ranks[rank] = list(zip(line["epoch"], line["position"], line["sample"], line["augmentation"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,17 +113,27 @@ def test_nothing_whole_is_one_sentence(whole: Path, tmp_path: Path) -> None:
     assert sorted(path for path in run.rglob("*")) == before
 
 
-def test_a_checkpoint_of_another_version_is_not_passed_over(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("edited", "expected"),
+    [
+        (lambda content: content.update(format=4), "must have format 1, got 4: use the version of the pipeline that wrote it"),
+        (lambda content: content["state"].update(samples=3), "state.samples must be 96, those of 6 steps, got 3: take another"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_not_passed_over(
+    edited: Callable, expected: str, whole: Path, tmp_path: Path
+) -> None:
     """Guards against steps of training thrown away because an older version of the pipeline takes a newer one's checkpoint for a
-    damaged one, sets it aside and goes on from before."""
+    damaged one, sets it aside and goes on from before, and against counts that are wrong from there on."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     newest = step_folder(run, STEPS) / MANIFEST
-    content = json.loads(newest.read_text())["content"] | {"format": 4}
+    content = json.loads(newest.read_text())["content"]
+    edited(content)
     checksum = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
     newest.write_text(json.dumps({"xxh3": checksum, "content": content}))
     job = train(1, whole.parent / "config.yaml", run, *OPTIONS)
     assert job.wait() == [2]
     *_, sentence = job.stderr().splitlines()
-    assert sentence.startswith(f"error: {newest} must have format 1, got 4: use the version of the pipeline that wrote it")
+    assert sentence.startswith(f"error: {newest}") and expected in sentence
     assert "Traceback" not in job.stderr() and saved_steps(run) == list(range(1, STEPS + 1))

@@ -64,7 +64,7 @@ def test_the_groups_of_a_sweep_are_named_by_what_it_varied(tmp_path: Path) -> No
         write_run(tmp_path / str(number), "pervit_t", *SMALL, *varied, top1=60 + number)
     names = [group.name for group in grouped(tmp_path)]
     assert names == ["mixup=0, lr=0.001", "mixup=0.8, lr=0.001", "mixup=0, lr=0.004", "mixup=0.8, lr=0.004"]
-    assert "4 different configs of pervit_t." in comparison_page([tmp_path])
+    assert "4 different configs of pervit_t." in comparison_page([tmp_path])[0]
     write_run(tmp_path / "4", "pervit_t", *SMALL, "optim.lr=0.002", "augment.mixup=0", steps=0, top1=None)
     assert [group.name for group in grouped(tmp_path)] == [*names, "mixup=0, lr=0.002, no step yet"]
     for name in ("lamb", "adamw"):
@@ -88,8 +88,12 @@ def test_the_mean_curve_is_where_all_runs_are() -> None:
 
 def test_what_cannot_be_used_is_named(runs: Path, tmp_path: Path) -> None:
     """Guards against one damaged folder that keeps ten runs from being compared, or is left out silently."""
-    page = comparison_page([runs, tmp_path / "gone", tmp_path])
+    page, lost = comparison_page([runs, tmp_path / "gone", tmp_path])
+    assert lost == [tmp_path / "gone", tmp_path] and "<h1>10 runs, 3 cannot be read</h1>" in page
     assert "damaged" in page and "gone does not exist." in page and f"{tmp_path} holds no run folder." in page
+    result = run_forked("pipeline.report", runs, tmp_path / "gone", "--output", tmp_path / "page.html", check=False)
+    assert result.returncode == 1 and result.stderr == f"warning: {tmp_path / 'gone'} is left out: the page says why\n"
+    assert (tmp_path / "page.html").exists()
     with pytest.raises(UserError, match="pass the output_dir of runs"):
         comparison_page([tmp_path])
 
@@ -119,7 +123,8 @@ def test_accuracy_stands_beside_what_the_papers_print(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "b", "ablations/pervit_table1_b_no_phi_p", top1=77.0, **imagenet)
     speed = {"model": "deit_s", "switches": {}, "image_size": 224, "batch_size": 1, "device": "a GPU", "fp32": 500.0}
     (tmp_path / "speeds.json").write_text(json.dumps([speed]))
-    page = comparison_page([tmp_path / "runs", tmp_path / "speeds.json"])
+    page, lost = comparison_page([tmp_path / "runs", tmp_path / "speeds.json"])
+    assert not lost
     drawn = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     by_title = {each["layout"]["title"]["text"]: each["data"] for each in drawn}
     points = {}

@@ -152,6 +152,18 @@ def test_damage_under_the_run_is_a_warning_and_mended(
     assert digest(again) == expected and whole_shards(digits_shards, tmp_path / "cache") == 4
 
 
+def test_what_stands_in_a_shards_place_is_named(digits_shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a cache that stays empty without a word because somebody has made a folder of a shard's name."""
+    shard, cache = ShardManifest.read(digits_shards).splits["train"].shards[0], ShardCache(tmp_path / "cache", keep_free=0)
+    cache.path(shard).mkdir(parents=True)
+    shards, files = cached(digits_shards, tmp_path / "cache", full=False)
+    assert digest(shards) == digest(ShardSet(digits_shards, "train"))
+    until(lambda: len(files._copies) == 3)
+    reason = f"{cache.path(shard)}: it is not the whole shard, and cannot be removed"
+    assert f"has a shard that cannot be opened ({reason}); it is read from its source" in caplog.text
+    files.close()
+
+
 def test_a_cache_that_was_deleted_is_given_up_and_filled_again(
     digits_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

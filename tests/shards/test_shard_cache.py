@@ -171,7 +171,7 @@ def test_what_is_no_whole_shard_is_not_opened(fault: str, tmp_path: Path) -> Non
     try:
         assert cache.open(shard(0)) is None
     except OSError:
-        assert fault == "a link"
+        assert fault in ("a link", "a folder")
     put(cache, shard(1), 100)  # the rest of the cache goes on
 
 

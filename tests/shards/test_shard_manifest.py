@@ -31,16 +31,18 @@ EDITS = [
     ("classes", 5, "be a valid array, got 5"),
     ("classes", [], "have at least 1 item, got []"),
     ("classes.0", 1, "be a valid string, got 1"),
+    ("classes", ["0"] * 10, "have each name once"),
+    ("class_names", ["digit"] * 10, "have each name once"),
     ("class_names", ["one"], "have 10 entries, one for each class, got 1"),
     ("splits.val.samples", 0, "be greater than or equal to 1, got 0"),
     ("splits.val.samples", 2**63, "be less than 9223372036854775808, got"),
-    ("splits.val.samples", True, "be a valid integer, got True"),
+    ("splits.val.samples", True, "be a valid integer, got true"),
     ("splits.val.seed", -1, "be greater than or equal to 0, got -1"),
     ("splits.val.samples_per_shard", 1.5, "be a valid integer, got 1.5"),
     ("splits.val.samples_per_class", [1, 2], "have 10 entries, one for each class, got 2"),
     ("splits.val.samples_per_class.3", -1, "be greater than or equal to 0, got -1"),
-    ("splits.val.source", None, "be an object, got None"),
-    ("splits.val.source.fingerprint", None, "be a valid string, got None"),
+    ("splits.val.source", None, "be an object, got null"),
+    ("splits.val.source.fingerprint", None, "be a valid string, got null"),
     ("splits.val.source.subset", 0, "be greater than 0, got 0"),
     ("splits.val.source.subset", 1.5, "be less than or equal to 1, got 1.5"),
     ("splits.val.source.subset_rule", "last", "be 'random' or 'first', got 'last'"),
@@ -92,6 +94,7 @@ def edit_row(name: str, value: int) -> Callable[[np.ndarray], np.ndarray]:
         (edit_row("label", 10), "label of sample 7 must be below 10, got 10"),
         (edit_row("width", 0), "width of sample 7 must be at least 1, got 0"),
         (edit_row("height", 0), "height of sample 7 must be at least 1, got 0"),
+        (edit_row("label", 9), r"samples with label 0 must be \d+, got \d+"),
         (lambda rows: rows[0], r"damaged \(it holds an array of shape \(\)"),
         (lambda rows: rows[None], r"damaged \(it holds an array of shape \(1, 359\)"),
         (lambda rows: rows[:5], r"damaged \(it lists 5 samples; 359 samples by manifest.json\)"),
@@ -112,6 +115,16 @@ def test_an_impossible_row_of_the_sample_table_is_named(edit: Callable, expected
         ShardSet(copied, "val")
     rows, findings = read_sample_table(copied, ShardManifest.read(copied), "val")
     assert [finding.check for finding in findings][:1] == ["sample table"] and (rows is None or len(rows) == 359)
+
+
+def test_a_number_of_samples_that_is_not_that_of_the_table_is_named(copied: Path) -> None:
+    """Guards against keys and rows of one shard that are taken for those of the next."""
+    tree = json.loads((copied / MANIFEST).read_text())
+    tree["splits"]["train"]["shards"][0]["samples"] += 1
+    tree["splits"]["train"]["shards"][1]["samples"] -= 1
+    (copied / MANIFEST).write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"train-samples.npy does not fit manifest.json: samples with shard 0 must be \d+, got"):
+        ShardSet(copied, "train")
 
 
 def test_read_and_written_again_it_has_the_same_bytes(copied: Path) -> None:

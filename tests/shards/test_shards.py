@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.files import file_sha256
 from pipeline.shards.files.local import LocalFiles
-from pipeline.shards.manifest import SAMPLE_DTYPE, find_out_of_range, forget_pages, map_sample_table
+from pipeline.shards.manifest import SAMPLE_DTYPE, ShardInfo, find_misfit, forget_pages, map_sample_table
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stream.samples import DamagedSample
 
@@ -78,6 +80,20 @@ def test_a_damaged_sample_is_named_as_in_the_source(copied_shards: Path, digits_
     assert (digits_images / "val" / name).stat().st_size == row["bytes"]
 
 
+def test_an_image_of_another_size_than_in_the_table_is_bad(copied_shards: Path) -> None:
+    """Guards against DALI's traceback for a crop beyond the image, and against a training on single pixels without a word."""
+    rows = np.load(copied_shards / "train-samples.npy")
+    rows["width"][5], rows["height"][5] = 1, 1
+    np.save(copied_shards / "train-samples.npy", rows)
+    manifest = json.loads((copied_shards / "manifest.json").read_text())
+    manifest["splits"]["train"]["samples_sha256"] = file_sha256(copied_shards / "train-samples.npy")
+    (copied_shards / "manifest.json").write_text(json.dumps(manifest))
+    opened = ShardSet(copied_shards, "train")
+    with pytest.raises(DamagedSample, match=r"sample 000000-000005 has \d+ x \d+ pixels, 1 x 1 by the sample table \(it was"):
+        opened.read(5)
+    assert opened.read(4).size
+
+
 def test_more_shards_than_the_system_allows_open_files(digits_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a set of 100,000 shards that cannot be trained on, and a file that is closed while a thread reads from it."""
     opened = ShardSet(digits_shards, "train")
@@ -137,6 +153,7 @@ def test_a_mapped_table_is_not_charged_to_every_process(tmp_path: Path) -> None:
         text = Path("/proc/self/smaps").read_text().partition(str(tmp_path / "table.npy"))[2]
         return int(text.partition("Rss:")[2].split()[0])  # KiB
 
-    assert find_out_of_range(rows, [100, 100], 10) is None and resident() > 30_000
+    shards = [ShardInfo(f"{number}.tar", number * 1_000_000, 100, "", "", 0, "") for number in (0, 1)]
+    assert find_misfit(rows, shards, [0, 1_000_000]) is None and resident() > 30_000
     forget_pages(rows)
     assert resident() < 1000 and rows["label"][999_999] == 1

@@ -128,7 +128,7 @@ class ShardCache:
         return self.folder / f"{shard.file.removesuffix('.tar')}-{shard.sha256[:_DIGITS]}.tar"
 
     def open(self, shard: ShardInfo) -> CachedShard | None:
-        """Open a shard for reading; None if it is not there, or not whole."""
+        """Open a shard for reading; None if it is not there, or was not whole and is removed. Raises OSError: neither."""
         path = self.path(shard)
         try:
             descriptor = _open(path)
@@ -139,7 +139,8 @@ class ShardCache:
             return None  # about to be removed, or to be published
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size != shard.bytes:
-            self.remove(shard, copy)
+            if not self.remove(shard, copy):  # a folder, or another user's file
+                raise OSError(errno.EEXIST, "it is not the whole shard, and cannot be removed", str(path))
             return None
         return copy if found.st_nlink else None
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from pipeline.errors import UserError
 from pipeline.files import disk_reason, file_sha256, lock_bytes, replace_file
 from pipeline.shards.files.local import Range, SourceFiles
-from pipeline.shards.manifest import MANIFEST, SHARDER, ShardManifest
+from pipeline.shards.manifest import MANIFEST, SAMPLE_DTYPE, SHARDER, ShardManifest
 from pipeline.stores.client import Answer, Kind
+from pipeline.stores.opening import warn_of_redirect
 from pipeline.stores.place import RemotePath
 from pipeline.stores.store import Store, Threads
 
@@ -32,6 +33,7 @@ _SMALL_GAP = 4 << 10
 _MOST_READERS = 4  # of a block, for whom fetching it as a whole is worth its bytes; more share a cache (data.cache)
 _LARGEST = 8 << 20  # bytes of a request: larger ones gain nothing, and a cut answer loses more
 _BLOCK_REQUESTS = 16  # at a time: 128 MiB in flight; reads of single samples, which are waited for, have threads of their own
+_HEADER = 4096  # bytes, at most, before the rows of a sample table
 _WINDOWS = 2  # of blocks in memory: the one that is being read, and the one that comes
 
 
@@ -130,7 +132,10 @@ class RemoteFiles(SourceFiles):
         for folder in (place, place / split):
             store = Store(folder, probe=MANIFEST)
             try:
-                return cls(folder, store, bytes(store.fetch(MANIFEST).data), readers)
+                content = bytes(store.fetch(MANIFEST).data)
+                if "http" in place.scheme and os.environ.get("RANK", "0") == "0":
+                    warn_of_redirect(str(folder / MANIFEST))
+                return cls(folder, store, content, readers)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -154,7 +159,8 @@ class RemoteFiles(SourceFiles):
 
     def whole(self, name: str) -> Path:
         """A copy in the folder for temporary files, which the processes of the node share: it is named by its content."""
-        sha256 = next((info.samples_sha256 for info in self._manifest.splits.values() if info.samples_file == name), "")
+        info = next(info for info in self._manifest.splits.values() if info.samples_file == name)
+        sha256, most = info.samples_sha256, info.samples * SAMPLE_DTYPE.itemsize + _HEADER
         folder = Path(tempfile.gettempdir()) / f"pervit-tables-{os.getuid()}"
         path = folder / f"{sha256}.npy"
         try:
@@ -165,8 +171,7 @@ class RemoteFiles(SourceFiles):
                 # One process of the node fetches it.
                 lock_bytes(lock.fileno(), folder / ".lock", int(sha256[:7], 16), 1, wait=True)
                 if not path.exists() or file_sha256(path) != sha256:
-                    data = self.store.fetch(name).data
-                    replace_file(path, lambda file: file.write(data))
+                    replace_file(path, lambda file: self.store.download(name, file.fileno(), most))
         except OSError as error:
             if error.filename != str(self.folder / name):
                 problem = f"{path} cannot be written ({disk_reason(path, error)}): the sample table is kept there"

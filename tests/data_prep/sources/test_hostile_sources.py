@@ -181,7 +181,7 @@ def test_hostile_cifar_archives_are_named(tmp_path: Path) -> None:
         ("images", "file_name", 5, "must be a path below the folder"),
         ("images", "id", [1], r"id of images 0 must be a whole number, got \[1\]"),
         ("categories", "id", "x", "id of categories 0 must be a whole number, got 'x'"),
-        ("categories", "name", None, "name of categories 0 must be a string, got None"),
+        ("categories", "name", None, "name of categories 0 must be a string, got null"),
         ("images", None, None, "lists 1 images twice"),
         ("annotations", None, 1, "must give each image one category, got two for 1 images"),
     ],

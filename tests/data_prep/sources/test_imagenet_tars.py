@@ -203,6 +203,11 @@ def label_out_of_range(official: Path) -> Path:
     return official
 
 
+def label_of_thousands_of_digits(official: Path) -> Path:
+    write_devkit(official / DEVKIT, WNIDS, ["1" * 5000] * 8)  # type: ignore[list-item]
+    return official
+
+
 def devkit_cut_off(official: Path) -> Path:
     (official / DEVKIT).write_bytes((official / DEVKIT).read_bytes()[:400])
     return official
@@ -228,6 +233,7 @@ def foreign_image_in_val(official: Path) -> Path:
         (too_few_labels, r"must have the ground truth of ILSVRC2012_val_00000008.JPEG, got that of 7 images"),
         (too_many_labels, r"img_val.tar must have 9 images by the ground truth of .*, got 8"),
         (label_out_of_range, r"line 5 of .* must be an id from 1 to 4, got '5'"),
+        (label_of_thousands_of_digits, r"line 1 of .* must be an id from 1 to 4, got '1{59}: "),
         (devkit_cut_off, r"devkit_t12.tar.gz is not a complete tar.gz"),
         (foreign_image_in_val, r"member cat.JPEG is not one of ILSVRC2012_val_\*.JPEG"),
         (tree_beside_the_tars, r"must hold one kind of source, got ILSVRC2012_img_train.tar and a folder train"),
