@@ -15,18 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pipeline.analysis import measures
 from pipeline.analysis.attention import IMPACT_UNIT, GridChapter
 from pipeline.analysis.chapter import NO_IMAGES, Findings, Plot, Request, figure
-from pipeline.analysis.measures import (
-    REGIONS,
-    PhiMeasures,
-    nonlocality,
-    patches_per_unit,
-    region_masks,
-    region_radii,
-    region_scores,
-    unit_distances,
-)
 from pipeline.analysis.style import layer_plots, legend_beside, new_figure, patches_beside
 from pipeline.models.common.base import VisionModel
 from pipeline.models.pervit.model import PerViT
@@ -81,8 +72,8 @@ class PeripheralChapter(GridChapter):
     @cached_property
     def omega_p(self) -> Tensor:
         """Ωp, (layers, heads) float64 on the CPU, in coordinates of [-1, 1] (PerViT, Eq. 13)."""
-        distances = unit_distances(*self.grid, next(self.model.parameters()).device)
-        return torch.stack([nonlocality(phi, distances) for phi in self.phi_p()]).cpu()
+        distances = measures.unit_distances(*self.grid, next(self.model.parameters()).device)
+        return torch.stack([measures.nonlocality(phi, distances) for phi in self.phi_p()]).cpu()
 
     @cached_property
     def order(self) -> Tensor:
@@ -100,7 +91,7 @@ class PerViTChapter(PeripheralChapter):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         if self.has_phi_c:
-            self._measures = self.collect(PhiMeasures(self.grid, "phi_c", self.has_phi_p))
+            self._measures = self.collect(measures.PhiMeasures(self.grid, "phi_c", self.has_phi_p))
 
     def lacks(self, name: str) -> str | None:
         if name == "impact" and not self.has_phi_p:
@@ -136,7 +127,7 @@ class PerViTChapter(PeripheralChapter):
         return Plot(
             f"How far each head attends: query-key distance, weighted with attention and averaged over all pairs, {self.omega_unit}. Φp "
             f"is the position-based attention, Φc the content-based one, Φa their product. {parts}",
-            lambda: patches_beside(layer_plots(panels, "nonlocality", one_scale=True), patches_per_unit(self.grid[0])),
+            lambda: patches_beside(layer_plots(panels, "nonlocality", one_scale=True), measures.patches_per_unit(self.grid[0])),
             more_with_images=waiting,
         )
 
@@ -174,7 +165,7 @@ class PerViTChapter(PeripheralChapter):
             f"Nonlocality by layer, {self.omega_unit}: the line is the mean of the heads, the band reaches from the most local to the most global "
             f"head. {removed}One checkpoint gives one curve of the paper's figure; its other curves are models that "
             "were trained without a component.",
-            lambda: patches_beside(_curves(omega, title), patches_per_unit(self.grid[0])),
+            lambda: patches_beside(_curves(omega, title), measures.patches_per_unit(self.grid[0])),
         )
 
 
@@ -204,17 +195,17 @@ class RegionsChapter(PeripheralChapter):
 
     @figure("regions", "Peripheral regions", "PerViT, Fig. 5")
     def _regions(self, findings: Findings) -> Plot:
-        scores = torch.stack([region_scores(phi, *self.grid) for phi in self.phi_p()]).cpu()  # (layers, heads, 4)
+        scores = torch.stack([measures.region_scores(phi, *self.grid) for phi in self.phi_p()]).cpu()  # (layers, heads, 4)
         regions = scores.argmax(-1)  # (layers, heads)
         others = 2 + int(getattr(self.model.switches, "cpe", False))  # the MLP's two linear layers, and the CPE if there is one
         counts = count_regions(regions, others)  # (layers, 4)
-        radii = region_radii(*self.grid)
-        limits, masks = pairwise((0.0, *radii)), region_masks(*self.grid)
+        radii = measures.region_radii(*self.grid)
+        limits, masks = pairwise((0.0, *radii)), measures.region_masks(*self.grid)
         intervals = [f"{name} [{inner:.2f}, {outer:.2f})" for name, (inner, outer) in zip(NAMES.values(), limits)]
         empty = [name for name, inside in zip(NAMES.values(), masks) if not inside.any()]
         nowhere = f" On this grid no two tokens are at a {' or '.join(empty)} distance." if empty else ""
-        order = "|".join(REGIONS)
-        named = [[REGIONS[head] for head in layer] for layer in regions.tolist()]
+        order = "|".join(measures.REGIONS)
+        named = [[measures.REGIONS[head] for head in layer] for layer in regions.tolist()]
         for name, value, unit in (
             ("regions", named, f"[layer][head] of {order}"),
             ("region_scores", scores, f"[layer][head][{order}], attention in the region, mean over all pairs"),
@@ -238,7 +229,7 @@ def count_regions(regions: Tensor, other_layers: int) -> Tensor:
         regions: (layers, heads), indices into :data:`~pipeline.analysis.measures.REGIONS`.
         other_layers: of a block; PerViT: 3, the CPE and the MLP's two linear layers (footnote 7).
     """
-    counts = torch.nn.functional.one_hot(regions, len(REGIONS)).sum(1)  # (layers, 4)
+    counts = torch.nn.functional.one_hot(regions, len(measures.REGIONS)).sum(1)  # (layers, 4)
     counts[:, 0] += other_layers
     return counts
 
@@ -259,7 +250,7 @@ def _pie_and_bars(counts: Tensor) -> Figure:
     )
     pie.set_title("all layers")
     layers, bottom = range(1, len(counts) + 1), torch.zeros(len(counts))
-    for index, region in enumerate(REGIONS):
+    for index, region in enumerate(measures.REGIONS):
         bars.bar(layers, counts[:, index], 0.75, bottom=bottom, color=REGION_COLOURS[index], label=NAMES[region])
         bottom = bottom + counts[:, index]
     bars.set_xticks(layers)

@@ -12,19 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from pipeline.checkpoint.folder import (
-    FOLDER,
-    Manifests,
-    best_text,
-    find_checkpoint,
-    locate,
-    newest_readable,
-    parse_step,
-    read_manifests,
-    reasons_to_keep,
-    saved_steps,
-    step_folder,
-)
+from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, find_damage
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, printable, size_text
@@ -47,21 +35,21 @@ _COMMANDS = {  # what it does, and arguments of two examples
 
 def inspect(path: Path, step: int | str | None) -> None:
     """Print a table of all checkpoints, and the contents of one: the one asked for, else the newest that is readable."""
-    run_dir, chosen = find_checkpoint(path, step)
-    manifests = read_manifests(run_dir)
+    run_dir, chosen = folders.find_checkpoint(path, step)
+    manifests = folders.read_manifests(run_dir)
     print(table(run_dir, manifests), flush=True)
-    if step is None and locate(path)[1] is None:
-        newest = newest_readable(manifests)
+    if step is None and folders.locate(path)[1] is None:
+        newest = folders.newest_readable(manifests)
         chosen = newest.state.step if newest else chosen
     manifest = manifests[chosen]
     if isinstance(manifest, UserError):
         raise manifest
-    print("\n" + details(step_folder(run_dir, chosen), manifest))
+    print("\n" + details(folders.step_folder(run_dir, chosen), manifest))
 
 
-def table(run_dir: Path, manifests: Manifests) -> str:
+def table(run_dir: Path, manifests: folders.Manifests) -> str:
     """One line per checkpoint, then the other folders beside them."""
-    reasons = reasons_to_keep(manifests)
+    reasons = folders.reasons_to_keep(manifests)
     rows: list[tuple[str, ...]] = [_COLUMNS]
     damaged = []
     for step, manifest in manifests.items():
@@ -69,7 +57,7 @@ def table(run_dir: Path, manifests: Manifests) -> str:
             rows.append((str(step), *["?"] * (len(_COLUMNS) - 2), "damaged"))
             damaged.append(str(manifest))
         else:
-            rows.append(_row(step_folder(run_dir, step), manifest, reasons[step]))
+            rows.append(_row(folders.step_folder(run_dir, step), manifest, reasons[step]))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths)) + "  " + row[-1] for row in rows]
     return "\n".join(lines + damaged + _others(run_dir))
@@ -93,7 +81,9 @@ def _others(run_dir: Path) -> list[str]:
         ".replaced-*": "makes room for a newer one of its step, or did when the run ended",
         "damaged-*": "was found damaged and replaced",
     }
-    found = ((path, meaning) for pattern, meaning in meanings.items() for path in sorted((run_dir / FOLDER).glob(pattern)))
+    found = (
+        (path, meaning) for pattern, meaning in meanings.items() for path in sorted((run_dir / folders.FOLDER).glob(pattern))
+    )
     return [f"{path.name} {meaning}" for path, meaning in found]
 
 
@@ -115,7 +105,7 @@ def details(folder: Path, manifest: CheckpointManifest) -> str:
         ("processes", f"{state.world_size}, ZeRO {state.zero_stage}"),
         ("config", state.config_hash[:_HASH_DIGITS]),
         ("data set", f"{data['samples']:,} samples, fingerprint {str(data['fingerprint'])[:_HASH_DIGITS]}{rest}"),
-        ("best", best_text(state) or "not evaluated yet"),
+        ("best", folders.best_text(state) or "not evaluated yet"),
         ("bad samples", str(len(state.bad_samples))),
         *[("", f"{number}: {sentence}") for number, sentence in list(state.bad_samples.items())[:_NAMED]],
     ]
@@ -127,11 +117,11 @@ def details(folder: Path, manifest: CheckpointManifest) -> str:
 
 def verify(path: Path, step: int | str | None) -> int:
     """Check the files of all checkpoints, or of one, against their checksums, and what they cover; returns the exit code."""
-    run_dir, found = find_checkpoint(path, step)
-    everything = step is None and locate(path)[1] is None
+    run_dir, found = folders.find_checkpoint(path, step)
+    everything = step is None and folders.locate(path)[1] is None
     damaged = []
-    for number in saved_steps(run_dir) if everything else [found]:
-        folder = step_folder(run_dir, number)
+    for number in folders.saved_steps(run_dir) if everything else [found]:
+        folder = folders.step_folder(run_dir, number)
         problems = verify_one(folder)
         if problems and not folder.exists():
             print(f"{folder} was removed meanwhile: the run continues")
@@ -176,7 +166,7 @@ def main() -> int | None:
         ).add_argument
         add("path", type=Path, metavar="RUN_DIR", help="a run's output_dir, or the folder of one of its checkpoints")
         default = "all" if name == "verify" else "the newest"
-        add("--step", type=parse_step, metavar="N|best", help=f"which checkpoint (default: {default})")
+        add("--step", type=folders.parse_step, metavar="N|best", help=f"which checkpoint (default: {default})")
     add("--output", type=Path, required=True, metavar="FILE", help="*.safetensors")
     weights = "default: ema if the run kept an average, else model; for --step best, those that scored best"
     add("--weights", choices=("model", "ema"), help=weights)
@@ -189,7 +179,7 @@ def main() -> int | None:
         return None
     if args.command == "verify":
         return verify(args.path, args.step)
-    find_checkpoint(args.path, args.step)
+    folders.find_checkpoint(args.path, args.step)
     with Stage(f"exporting {args.path}"):
         from pipeline.checkpoint.weights import export
 

@@ -7,12 +7,7 @@
 ``probability``        its softmax
 ``top5``               indices of the best classes, best first (``--top`` of them)
 ``error``              why the image has no prediction; empty if it has one
-=====================  =============================================================================================
-
-An evaluation knows the labels, and adds:
-
-=====================  =============================================================================================
-``label``              index of the image's class
+``label``              of evaluations, as all that follow: index of the image's class
 ``probabilities``      the softmax of ``top5``, in the same order
 ``label_probability``  the softmax of the label
 ``loss``               its cross entropy, in nats

@@ -22,15 +22,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import check_trusted
 from pipeline.models.timm.folder import read_timm_folder
 from pipeline.models.timm.names import is_timm_folder
-from pipeline.models.weights.exported import (
-    SUFFIX,
-    Description,
-    Kind,
-    build_described,
-    parse_description,
-    read_pickled,
-    read_tensors,
-)
+from pipeline.models.weights import exported
 from pipeline.models.weights.reference_names import recognise
 from pipeline.models.weights.transfer import check_finite
 
@@ -64,7 +56,7 @@ class OnnxModel(nn.Module):
         metadata = self._session.get_modelmeta().custom_metadata_map
         if DESCRIPTION not in metadata:
             raise UserError(f"{path} does not describe its model and classes", "pass a file of `pervit export --format onnx`")
-        self.description = parse_description(path, metadata[DESCRIPTION])
+        self.description = exported.parse_description(path, metadata[DESCRIPTION])
         self.exported_precision: str = metadata["precision"]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -85,7 +77,7 @@ class Trained:
     config: Config
     classes: list[str]  # by output index; they identify the classes: folder names, wnids
     step: int
-    kind: Kind
+    kind: exported.Kind
     weights: dict[str, Tensor]
     named: bool = True  # False: nobody says what the classes are, and their names are their numbers
     assumed: str = ""  # a sentence for the log on what a file does not say
@@ -115,7 +107,7 @@ class Trained:
         return model.eval()
 
 
-def read_trained(source: Path, step: int | str | None = None, kind: Kind | None = None) -> Trained:
+def read_trained(source: Path, step: int | str | None = None, kind: exported.Kind | None = None) -> Trained:
     """Read a trained model.
 
     Args:
@@ -131,7 +123,7 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
     if is_timm_folder(source):
         model, found, named = read_timm_folder(source)
         return _described(source, model, found, step, kind, named)
-    if source.is_dir() or (source.suffix != SUFFIX and not source.is_file()):
+    if source.is_dir() or (source.suffix != exported.SUFFIX and not source.is_file()):
         saved = read_weights(source, step)
         config = config_from_dict(saved.state.config, source=str(source))
         check_trusted(config.model.name, source)
@@ -141,18 +133,23 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
         graph = OnnxModel(source)
         return replace(_described(source, graph, graph.description, step, kind), graph=graph)
     if source.suffix in PICKLED:
-        return _undescribed(source, read_pickled(source, str(source)), step, kind)
-    if source.suffix != SUFFIX:
-        problem = f"{source} is neither a run folder nor a {SUFFIX} file nor one of torch.save ({', '.join(PICKLED)})"
+        return _undescribed(source, exported.read_pickled(source, str(source)), step, kind)
+    if source.suffix != exported.SUFFIX:
+        problem = f"{source} is neither a run folder nor a {exported.SUFFIX} file nor one of torch.save ({', '.join(PICKLED)})"
         raise UserError(problem, "pass a run's output_dir, what export wrote, a folder in timm's layout, or the authors' file")
-    weights, description = read_tensors(source)
+    weights, description = exported.read_tensors(source)
     if description is None:
         return _undescribed(source, weights, step, kind)
-    return _described(source, build_described(source, weights, description), description, step, kind)
+    return _described(source, exported.build_described(source, weights, description), description, step, kind)
 
 
 def _described(
-    source: Path, model: nn.Module, found: Description, step: int | str | None, kind: Kind | None, named: bool = True
+    source: Path,
+    model: nn.Module,
+    found: exported.Description,
+    step: int | str | None,
+    kind: exported.Kind | None,
+    named: bool = True,
 ) -> Trained:
     for option, asked, has in (("--step", step, found.step), ("--weights", kind, found.weights)):
         if asked not in (None, has):
@@ -166,7 +163,7 @@ def _described(
     return Trained(config, found.classes, found.step, found.weights, model.state_dict(), named, class_names=found.class_names)
 
 
-def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | None, kind: Kind | None) -> Trained:
+def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | None, kind: exported.Kind | None) -> Trained:
     """A bare state dict, by the names and shapes of its tensors; images are prepared as in the model's recipe."""
     if step is not None or kind is not None:
         raise UserError(f"{source} is a state dict alone, without steps or averages", "leave out --step and --weights")
@@ -177,7 +174,7 @@ def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | Non
     shape = {"name": name, "num_classes": num_classes, "image_size": image_size, "switches": {}}
     config = recipe.with_values({"train.precision": "fp32"} | {f"model.{key}": value for key, value in shape.items()})
     description = describe(config, [str(number) for number in range(num_classes)], 0, "model", names)
-    model = build_described(source, weights, description)
+    model = exported.build_described(source, weights, description)
     recipe_is = f"mean {description.mean}, std {description.std}, eval_crop {description.eval_crop:g}"
     prepared = f"images are prepared as in that model's recipe ({recipe_is}), and its {num_classes} classes have no names"
     assumed = f"{source} does not say what it is: by its tensors, {name} for {image_size} pixels; {prepared}"
@@ -206,7 +203,7 @@ class EvalTransform:
 
 
 def load(
-    source: Path | str, step: int | str | None = None, weights: Kind | None = None
+    source: Path | str, step: int | str | None = None, weights: exported.Kind | None = None
 ) -> tuple[VisionModel, EvalTransform, list[str]]:
     """Load a trained model for inference::
 

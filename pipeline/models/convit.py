@@ -19,21 +19,10 @@ from torch import Tensor, nn
 
 from pipeline.config import Positive
 from pipeline.kernels import peripheral_attention
+from pipeline.models.common import vit
 from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scales_of_block
 from pipeline.models.common.layers import ModuleList, constant_table
 from pipeline.models.common.probe import probe
-from pipeline.models.common.vit import (
-    REFERENCE_NAMES,
-    Block,
-    ClassTokenModel,
-    PositionEmbedding,
-    SelfAttention,
-    ViTLayout,
-    attention_weights,
-    merge_heads,
-    patch_grid,
-    split_heads,
-)
 from pipeline.models.registry import register
 
 
@@ -88,13 +77,13 @@ class PositionalSelfAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position_scores: Tensor) -> Tensor:
         """(B, heads, N, head_dim) each and (heads, N, N) -> (B, heads, N, head_dim)."""
         probe("position", lambda: position_scores.softmax(-1))
-        probe("attention", lambda: attention_weights(q, k, position_scores))
+        probe("attention", lambda: vit.attention_weights(q, k, position_scores))
         return peripheral_attention(q, k, v, position_scores)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        q, k = split_heads(self.qk(x), 2, self.heads)  # (B, heads, N, head_dim) each
-        (v,) = split_heads(self.v(x), 1, self.heads)  # (B, heads, N, head_dim)
-        return self.proj(merge_heads(self.attend(q, k, v, self.position_scores(offsets))))
+        q, k = vit.split_heads(self.qk(x), 2, self.heads)  # (B, heads, N, head_dim) each
+        (v,) = vit.split_heads(self.v(x), 1, self.heads)  # (B, heads, N, head_dim)
+        return self.proj(vit.merge_heads(self.attend(q, k, v, self.position_scores(offsets))))
 
 
 class GatedPositionalSelfAttention(PositionalSelfAttention):
@@ -126,7 +115,7 @@ class GatedPositionalSelfAttention(PositionalSelfAttention):
         gate, position = self.gate(), position_scores.softmax(-1)  # (heads,), (heads, N, N)
         probe("gate", lambda: gate)
         probe("position", lambda: position)
-        probe("attention", lambda: torch.lerp(attention_weights(q, k), position, gate[:, None, None]))
+        probe("attention", lambda: torch.lerp(vit.attention_weights(q, k), position, gate[:, None, None]))
         by_content = peripheral_attention(q, k, v, None)  # (B, heads, N, head_dim)
         by_position = torch.einsum("hqk,bhkd->bhqd", position.to(v.dtype), v)  # (B, heads, N, head_dim)
         return torch.lerp(by_content, by_position, gate[:, None, None].to(v.dtype))
@@ -172,7 +161,7 @@ class ConViTSwitches(Switches):
             yield "has a locality_strength, which requires conv_init=true: set one of the two to its default"
 
 
-class ConViT(ClassTokenModel):
+class ConViT(vit.ClassTokenModel):
     """Vision transformer with soft convolutional inductive biases.
 
     Probes: ``attention`` of every layer; ``position`` and ``gate`` of GPSA layers, which have no class token. Shapes: see
@@ -185,25 +174,25 @@ class ConViT(ClassTokenModel):
     """
 
     reference_names = (
-        *REFERENCE_NAMES,
+        *vit.REFERENCE_NAMES,
         ("blocks.*.attn.gating_param", "blocks.*.attn.gating"),
         ("blocks.*.attn.pos_proj.", "blocks.*.attn.position_projection."),
     )
     switches: ConViTSwitches
     reference_switches = frozenset(ConViTSwitches.model_fields) - {"positional_gating"}
-    position_embedding: PositionEmbedding
+    position_embedding: vit.PositionEmbedding
 
-    def __init__(self, layout: ViTLayout, switches: ConViTSwitches | None = None, **options: Any) -> None:
+    def __init__(self, layout: vit.ViTLayout, switches: ConViTSwitches | None = None, **options: Any) -> None:
         switches, settings = switches or ConViTSwitches(), ModelOptions(**options)
         rates = linear_drop_path(settings.drop_path, layout.depth)
-        position = PositionEmbedding(settings.image_size, 0, layout.width, switches.mask_position_embedding)
+        position = vit.PositionEmbedding(settings.image_size, 0, layout.width, switches.mask_position_embedding)
         super().__init__(layout, switches, settings, rates, position)
         self.gpsa_layers = switches.gpsa_layers
         self.blocks = ModuleList(_block(layout, switches, layer) for layer in range(layout.depth))
         self.add_classifier(settings.num_classes)
 
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
-        grid = patch_grid(*images.shape[-2:])
+        grid = vit.patch_grid(*images.shape[-2:])
         x = self.position_embedding(self.patch_embedding(images), grid)  # (B, N, width)
         offsets = relative_positions(*grid, images.device, self.drop_path_rates.dtype)  # (N, N, 3)
         scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
@@ -214,13 +203,13 @@ class ConViT(ClassTokenModel):
         return x
 
 
-def _block(layout: ViTLayout, switches: ConViTSwitches, layer: int) -> Block:
+def _block(layout: vit.ViTLayout, switches: ConViTSwitches, layer: int) -> vit.Block:
     if layer >= switches.gpsa_layers:
-        return Block(SelfAttention(layout.width, layout.heads, qkv_bias=False), layout)
+        return vit.Block(vit.SelfAttention(layout.width, layout.heads, qkv_bias=False), layout)
     attention = (GatedPositionalSelfAttention if switches.positional_gating else PositionalSelfAttention)(
         layout.width, layout.heads
     )
-    block = Block(attention, layout)
+    block = vit.Block(attention, layout)
     if switches.conv_init:
         attention.init_convolution(switches.locality_strength)
     if isinstance(attention, GatedPositionalSelfAttention):
@@ -237,10 +226,10 @@ register(
     ConViT,
     ConViTSwitches,
     "ConViT (ICML 2021), Table 1",
-    convit_ti=(ViTLayout(4, 192), "ConViT Tiny, 4 heads", 6, 1, 73.1, 734),
-    convit_ti_plus=(ViTLayout(4, 256), "ConViT Tiny+, 4 heads", 10, 2, 76.7, 625),
-    convit_s=(ViTLayout(9, 432), "ConViT Small, 9 heads", 27, 5.4, 81.3, 305),
-    convit_s_plus=(ViTLayout(9, 576), "ConViT Small+, 9 heads", 48, 10, 82.2, 382),
-    convit_b=(ViTLayout(16, 768), "ConViT Base, 16 heads", 86, 17, 82.4, 141),
-    convit_b_plus=(ViTLayout(16, 1024), "ConViT Base+, 16 heads", 152, 30, 82.5, 96),
+    convit_ti=(vit.ViTLayout(4, 192), "ConViT Tiny, 4 heads", 6, 1, 73.1, 734),
+    convit_ti_plus=(vit.ViTLayout(4, 256), "ConViT Tiny+, 4 heads", 10, 2, 76.7, 625),
+    convit_s=(vit.ViTLayout(9, 432), "ConViT Small, 9 heads", 27, 5.4, 81.3, 305),
+    convit_s_plus=(vit.ViTLayout(9, 576), "ConViT Small+, 9 heads", 48, 10, 82.2, 382),
+    convit_b=(vit.ViTLayout(16, 768), "ConViT Base, 16 heads", 86, 17, 82.4, 141),
+    convit_b_plus=(vit.ViTLayout(16, 1024), "ConViT Base+, 16 heads", 152, 30, 82.5, 96),
 )
