@@ -178,7 +178,7 @@ def test_inaturalist_is_labelled_by_its_annotations(tmp_path: Path) -> None:
         open_sources(tmp_path, "train")
     (tmp_path / "train2019.json").write_text("{}")
     with pytest.raises(
-        UserError, match=r"train2019.json must have images, annotations and categories .*, got KeyError\('images'\)"
+        UserError, match=r"train2019.json must have images, annotations and categories .* \(KeyError: 'images'\)"
     ):
         open_sources(tmp_path, "train")
     (tmp_path / "train2018.json").write_text("{}")
