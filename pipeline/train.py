@@ -40,7 +40,7 @@ def main() -> int:
     )
     args = parser.parse_intermixed_args()
 
-    from pipeline.cluster.environment import StopSignal, has_agent
+    from pipeline.cluster.environment import StopSignal, has_agent, is_first_process
 
     # From the beginning: starting takes a while. A dry run has nothing to save, and ends at once; so does a rank that waits for
     # others to connect when torchrun, which sends SIGTERM after the first failure, has lost one of them.
@@ -55,7 +55,7 @@ def main() -> int:
         config = load_config(args.config, args.overrides)
         check_name(config.model.name)
         check_paths(config, args.dry_run)
-        if console.is_first_process():
+        if is_first_process():
             start = "a dry run of " if args.dry_run else ""
             console.say(f"{start}{config.model.name} into {config.output_dir}: loading PyTorch, DeepSpeed and DALI")
         with console.stage("loading the libraries"), interrupted_later():
@@ -70,8 +70,8 @@ def check_paths(config: Config, look_only: bool) -> None:
     refused."""
     from pipeline.checkpoint.bucket import RunStore
     from pipeline.checkpoint.folder import check_source, saved_steps
+    from pipeline.cluster.environment import is_first_process
     from pipeline.errors import UserError
-    from pipeline.logs.console import is_first_process
     from pipeline.models.registry import is_timm
     from pipeline.shards.mixed_set import of_mix
     from pipeline.shards.shard_set import check_shards

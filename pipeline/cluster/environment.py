@@ -19,6 +19,12 @@ START_WITH = "start with torchrun, or with the repository's launch/local.sh or s
 _OF_STEP = {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}  # set by srun for each task
 
 
+def is_first_process() -> bool:
+    """Whether this process will be rank 0, before torch.distributed is imported."""
+    rank = os.environ.get("SLURM_PROCID", "0") if "SLURM_STEP_ID" in os.environ else "0"
+    return os.environ.get("RANK", rank) == "0"
+
+
 @dataclass(frozen=True)
 class Place:
     """A process's place in its job."""

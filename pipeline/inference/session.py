@@ -52,9 +52,9 @@ def read_asked(args: argparse.Namespace) -> tuple[Trained, Config]:
 
 def warn(text: str) -> None:
     """Log a warning in one process."""
-    from pipeline.logs import console
+    from pipeline.cluster.environment import is_first_process
 
-    if console.is_first_process():
+    if is_first_process():
         logging.getLogger("pipeline").warning(text)
 
 

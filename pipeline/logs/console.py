@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from pipeline.cluster.environment import is_first_process
 from pipeline.terminal import Stage, fitted, paint, stamped
 
 if TYPE_CHECKING:
@@ -59,12 +59,6 @@ def say_once(world: World, text: str) -> None:
     """:func:`say` on rank 0 only: what takes seconds, or minutes on a busy disk."""
     if world.is_main:
         say(text)
-
-
-def is_first_process() -> bool:
-    """Whether this process will be rank 0, before torch.distributed is imported."""
-    rank = os.environ.get("SLURM_PROCID", "0") if "SLURM_STEP_ID" in os.environ else "0"
-    return os.environ.get("RANK", rank) == "0"
 
 
 def stage(what: str) -> Stage:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from pipeline.cluster.environment import is_first_process
 from pipeline.errors import UserError
 from pipeline.files import disk_reason, file_sha256, lock_bytes, replace_file
 from pipeline.shards.files.local import Range, SourceFiles
@@ -133,7 +134,7 @@ class RemoteFiles(SourceFiles):
             store = Store(folder, probe=MANIFEST)
             try:
                 content = bytes(store.fetch(MANIFEST).data)
-                if "http" in place.scheme and os.environ.get("RANK", "0") == "0":
+                if "http" in place.scheme and is_first_process():
                     warn_of_redirect(str(folder / MANIFEST))
                 return cls(folder, store, content, readers)
             except FileNotFoundError:
