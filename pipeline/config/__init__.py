@@ -33,7 +33,6 @@ from pipeline.config.train_sections import (
     OptimConfig,
     TrainConfig,
     accumulation_steps,
-    auto_compile,
     fitting_micro_batches,
 )
 from pipeline.config.values import Positive, PositiveInt, Section, parse_value

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
 
 from pipeline.config.data_sections import AugmentConfig, DataConfig
-from pipeline.config.train_sections import ModelConfig, OptimConfig, TrainConfig
+from pipeline.config.train_sections import AUTO, ModelConfig, OptimConfig, TrainConfig
 from pipeline.config.values import MAX_PROFILED, MAX_SECONDS, BatchSize, Epochs, Seconds, Section, Steps, Text, Window
 from pipeline.stores.place import kept_in, parse_place
 
@@ -135,6 +135,18 @@ class Config(Section):
             update = {section: getattr(config, section).model_copy(update={name: value})} if section else {name: value}
             config = config.model_copy(update=update)
         return config
+
+    def compilation(self, world_size: int, stage: int | str, on_gpu: bool) -> str:
+        """``train.compile`` with "auto" settled, at a ZeRO stage. A step as a graph has only run on one GPU; there the CPU takes longer to
+        start the kernels of a small model than the GPU to run them (docs/results/step.md)."""
+        train = self.train
+        if train.compile != AUTO:
+            return train.compile
+        if not on_gpu or (world_size > 1 and stage == 3):  # ZeRO-3's hooks on every submodule cannot be compiled
+            return "off"
+        hindered = train.activation_checkpointing or train.deterministic or train.teacher or self.data.size_schedule
+        one_pass = world_size == 1 and train.micro_batch_size == train.global_batch_size
+        return "graphs" if one_pass and not hindered else "blocks"
 
     def misfits(self) -> Iterator[str]:
         train, side, classes, group = self.train, self.model.image_size, self.model.num_classes, self.augment.unit

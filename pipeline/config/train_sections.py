@@ -199,19 +199,6 @@ def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> in
     return global_batch // per_pass
 
 
-def auto_compile(train: TrainConfig, world_size: int, stage: int | str, sizes_change: bool) -> str:
-    """What ``train.compile=auto`` is on GPUs, at a ZeRO stage. A step as a graph has only run on one GPU; there the CPU takes longer to
-    start the kernels of a small model than the GPU to run them (docs/results/step.md).
-
-    Args:
-        sizes_change: images are not of one size throughout (``data.size_schedule``).
-    """
-    if world_size > 1:
-        return "off" if stage == 3 else "blocks"  # ZeRO-3's hooks on every submodule cannot be compiled
-    plain = not (train.activation_checkpointing or train.deterministic or train.teacher or sizes_change)
-    return "graphs" if plain and train.micro_batch_size == train.global_batch_size else "blocks"
-
-
 def fitting_micro_batches(train: TrainConfig, world_size: int, unit: int = 1) -> list[int]:
     """The micro-batch sizes that a run may have on so many processes, ascending; for the arguments see
     :func:`accumulation_steps`. Raises UserError: there are none."""

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from pipeline.config import AUTO, Config, ModelConfig, TrainConfig, accumulation_steps, auto_compile, fitting_micro_batches
+from pipeline.config import AUTO, Config, ModelConfig, TrainConfig, accumulation_steps, fitting_micro_batches
 from pipeline.hardware import Gpu, native_bf16
 from pipeline.models import model_of
 from pipeline.optim.engine import zero_stage
@@ -66,10 +66,7 @@ class Subject:
     @property
     def compile(self) -> str:
         """What ``train.compile`` is there."""
-        train, data = self.config.train, self.config.data
-        if train.compile != AUTO:
-            return train.compile
-        return auto_compile(train, self.world_size, self.stage, bool(data.size_schedule)) if self.gpu else "off"
+        return self.config.compilation(self.world_size, self.stage, self.gpu is not None)
 
     @property
     def accumulation(self) -> int:

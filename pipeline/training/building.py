@@ -19,7 +19,7 @@ from pipeline.checkpoint.manifest import RunState
 from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.cluster.agreement import do_in_main
 from pipeline.cluster.world import World
-from pipeline.config import AUTO, Config, accumulation_steps, auto_compile, fitting_micro_batches
+from pipeline.config import AUTO, Config, accumulation_steps, fitting_micro_batches
 from pipeline.errors import UserError, first_line
 from pipeline.inference.teacher import describe_teacher, load_teacher
 from pipeline.loader.batches import TrainBatches
@@ -130,8 +130,7 @@ def choose_compilation(config: Config, world: World) -> str:
     checkpointing or the device rule out what the config asks for."""
     train, on_gpu = config.train, world.device.type == "cuda"
     if train.compile in (AUTO, OFF):
-        asked = train.compile == AUTO and on_gpu
-        return auto_compile(train, world.size, train.zero_stage, bool(config.data.size_schedule)) if asked else OFF
+        return config.compilation(world.size, train.zero_stage, on_gpu)
     if train.zero_stage == 3 and world.size > 1:
         got = f"got {train.zero_stage}, whose hooks on every submodule cannot be compiled"
         problem = f"train.compile={train.compile} requires train.zero_stage 0, 1 or 2, {got}"
