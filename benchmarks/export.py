@@ -52,7 +52,7 @@ def load(form: str, file: Path) -> Callable[[Tensor], Tensor]:
     if form == "timm":
         import timm
 
-        import pipeline.models.timm.for_timm  # noqa: F401  # registers what timm lacks
+        import pipeline.models.for_timm  # noqa: F401  # registers what timm lacks
 
         return timm.create_model(f"local-dir:{file}", pretrained=True).eval()
     return torch.export.load(file).module() if form == "torch-export" else OnnxModel(file, ("CPUExecutionProvider",))

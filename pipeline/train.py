@@ -72,7 +72,7 @@ def check_paths(config: Config, look_only: bool) -> None:
     from pipeline.checkpoint.folder import check_source, saved_steps
     from pipeline.cluster.environment import is_first_process
     from pipeline.errors import UserError
-    from pipeline.models.registry import is_timm
+    from pipeline.models.timm.names import is_timm
     from pipeline.shards.mixed_set import of_mix
     from pipeline.shards.shard_set import check_shards
     from pipeline.stores.place import RemotePath, parse_place

@@ -111,7 +111,7 @@ def test_an_extra_is_installed_as_this_copy_was(tmp_path: Path, monkeypatch: pyt
 BROKEN = """raise RuntimeError("operator torchvision::nms does not exist")\n"""
 
 
-@pytest.mark.parametrize("words", [["pipeline.models.timm.for_timm"], ["pipeline.models", "timm:resnet18"]])
+@pytest.mark.parametrize("words", [["pipeline.models.for_timm"], ["pipeline.models", "timm:resnet18"]])
 def test_torchvision_of_another_build_is_one_sentence(words: list[str], tmp_path: Path) -> None:
     """Guards against torchvision's traceback, where PyPI's wheel lies beside the CPU build of PyTorch."""
     for name, text in (("timm", "import torchvision\n"), ("torchvision", BROKEN)):

@@ -35,7 +35,7 @@ from pipeline.models import create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import PATCH, patch_grid
 from pipeline.models.lsat.model import LSAT
-from pipeline.models.registry import is_timm
+from pipeline.models.timm.names import is_timm
 from pipeline.stores.place import Place
 
 CHAPTERS: tuple[type[Chapter], ...] = (  # in the page's order

@@ -13,10 +13,10 @@ from pipeline.checkpoint.parts import BUFFER, EMA, EMA_BUFFER, WEIGHT, SliceRead
 from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
 from pipeline.files import check_writable
-from pipeline.models.timm.folder import read_folder_config, read_folder_weights
 from pipeline.models.timm.names import is_timm_folder
 from pipeline.models.weights.exported import SUFFIX, Description, Kind, read_pickled, read_tensors, write_exported
 from pipeline.models.weights.reference_names import Names
+from pipeline.models.weights.timm_folder import read_folder_config, read_folder_weights
 from pipeline.models.weights.transfer import check_finite
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from pipeline.errors import UserError
 from pipeline.exporting import Facts, Subject, checked, compare
 from pipeline.files import replace_text
-from pipeline.models.timm.folder import TimmForm, read_timm_folder, timm_form
 from pipeline.models.timm.names import CONFIG, WEIGHTS
 from pipeline.models.timm.network import import_library
 from pipeline.models.weights.exported import read_exported, write_exported
+from pipeline.models.weights.timm_folder import TimmForm, read_timm_folder, timm_form
 
 
 def export_safetensors(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
@@ -61,7 +61,7 @@ def export_timm(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
     replace_text(path / CONFIG, json.dumps(_config(subject, form), indent=2, ensure_ascii=False) + "\n")
     reader, run = _reader(path)
     difference = compare(subject, run, "timm", f"the folder, read by {reader},")
-    where = "this project's, after `import pipeline.models.timm.for_timm`" if form.registered else "timm's own"
+    where = "this project's, after `import pipeline.models.for_timm`" if form.registered else "timm's own"
     what = f"a folder for timm, architecture `{form.architecture}`, {where}"
     return {"Format": what, "Checked": checked(difference, "timm", reader)}
 
@@ -69,7 +69,7 @@ def export_timm(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
 def loading_timm(subject: Subject, name: str) -> list[str]:
     form = timm_form(subject.description.model, subject.description.switches)
     return [
-        *(["import pipeline.models.timm.for_timm"] if form.registered else []),
+        *(["import pipeline.models.for_timm"] if form.registered else []),
         "import timm",
         "from PIL import Image",
         f'model = timm.create_model("local-dir:{name}", pretrained=True).eval()',
@@ -117,6 +117,6 @@ def _reader(path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
         timm = import_library("timm", "reading the folder")
     except UserError as error:
         return f"this project; {error.problem}", read_timm_folder(path)[0]
-    import pipeline.models.timm.for_timm  # noqa: F401  # registers the models
+    import pipeline.models.for_timm  # noqa: F401  # registers the models
 
     return f"timm {timm.__version__}", timm.create_model(f"local-dir:{path}", pretrained=True).eval()

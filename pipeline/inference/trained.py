@@ -20,10 +20,10 @@ from pipeline.loader.cpu_transform import Normalization, resize_and_crop
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import check_trusted
-from pipeline.models.timm.folder import read_timm_folder
 from pipeline.models.timm.names import is_timm_folder
 from pipeline.models.weights import exported
 from pipeline.models.weights.reference_names import recognise
+from pipeline.models.weights.timm_folder import read_timm_folder
 from pipeline.models.weights.transfer import check_finite
 
 PICKLED = (".pth", ".pt", ".bin", ".ckpt", ".tar")  # endings of files of torch.save; .tar as in .pth.tar

@@ -34,7 +34,7 @@ from pipeline.config import Config, config_to_yaml
 from pipeline.errors import UserError
 from pipeline.files import remove_leftovers, replace_text, write_error
 from pipeline.logs import console
-from pipeline.models.registry import is_timm
+from pipeline.models.timm.names import is_timm
 from pipeline.runs import CONFIG, ENVIRONMENT, EVENTS, METRICS
 from pipeline.runs.rows import last_rows
 

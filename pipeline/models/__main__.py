@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
-from pipeline.models.registry import installed_models, is_timm
+from pipeline.models.registry import import_path, installed_models
+from pipeline.models.timm.names import is_timm
 
 if TYPE_CHECKING:
     from pipeline.models.registry import ModelEntry
@@ -51,10 +52,10 @@ def details(name: str) -> str:
         entry.paper,
         f"{parameter_count(entry):,} parameters at {entry.image_size} pixels and {entry.num_classes} classes{top1}",
     ]
-    if not is_timm(name) and name not in models.list_models():
+    if name not in models.list_models() and (path := import_path(name)):
         from pipeline.models.imported import function_of  # imported late, with PyTorch
 
-        taken = [str(each) for each in function_of(name)[1].values()]
+        taken = [str(each) for each in function_of(path)[1].values()]
         return "\n".join(
             [*lines, "", f"Arguments, of which model.options sets those that no other key does: {', '.join(taken)}"]
         )

@@ -17,22 +17,15 @@ from torch.nn.parameter import is_lazy
 
 from pipeline.errors import UserError, first_line
 from pipeline.lazy import import_named
-from pipeline.models.registry import ModelEntry, import_path
-from pipeline.models.timm.classifier import TimmSwitches, WrappedClassifier, build_wrapped
+from pipeline.models.timm.classifier import WrappedClassifier, build_wrapped
 
 _REMEDY = "choose another model, or change what it builds"
 
 
-def imported_entry(name: str) -> ModelEntry:
-    """The registry entry of a model of somebody else's code."""
-    description = f"a model of {import_path(name)}"
-    return ModelEntry(name, partial(build_imported, name), description, paper="", switches=TimmSwitches)
-
-
-def build_imported(name: str, **options: Any) -> WrappedClassifier:
-    """The builder of a registry entry. Raises UserError: there is no such function, it does not make a classifier, or one that
-    a run cannot save or continue."""
-    model = build_wrapped(WrappedClassifier, call, _checked, name, **options)
+def build_imported(path: str, name: str, **options: Any) -> WrappedClassifier:
+    """The builder of the registry entry of a model of the function ``path``. Raises UserError: there is no such function, it does
+    not make a classifier, or one that a run cannot save or continue."""
+    model = build_wrapped(WrappedClassifier, partial(call, path), partial(_checked, path), name, **options)
     if changed := model.trial.changed:
         raise UserError(
             f"{name} changes its buffer {changed[0]} in a forward pass, which would differ between processes", _REMEDY
@@ -40,9 +33,8 @@ def build_imported(name: str, **options: Any) -> WrappedClassifier:
     return model
 
 
-def function_of(name: str) -> tuple[Any, dict[str, inspect.Parameter]]:
+def function_of(path: str) -> tuple[Any, dict[str, inspect.Parameter]]:
     """The function that makes a model, and its arguments. Raises a UserError: it cannot be imported, or takes no ``num_classes``."""
-    path = import_path(name) or name
     build = import_named("model.name", path, "a function or class that can be imported, as module:build")
     try:
         takes = dict(inspect.signature(build).parameters)
@@ -53,9 +45,9 @@ def function_of(name: str) -> tuple[Any, dict[str, inspect.Parameter]]:
     return build, takes
 
 
-def call(name: str, num_classes: int, image_size: int, drop_path: float, options: Mapping[str, Any]) -> nn.Module:
+def call(path: str, name: str, num_classes: int, image_size: int, drop_path: float, options: Mapping[str, Any]) -> nn.Module:
     """A network of the function."""
-    build, takes = function_of(name)
+    build, takes = function_of(path)
     sizes: dict[str, Any] = {"image_size": image_size, "drop_path": drop_path}
     given = {"num_classes": num_classes, **{key: value for key, value in sizes.items() if key in takes}}
     if drop_path and "drop_path" not in takes:
@@ -72,9 +64,9 @@ def call(name: str, num_classes: int, image_size: int, drop_path: float, options
     return net
 
 
-def _checked(name: str, *asked: Any) -> nn.Module:
+def _checked(path: str, name: str, *asked: Any) -> nn.Module:
     """A network that a run can save, and continue with another one of the same function."""
-    net, again = call(name, *asked), call(name, *asked)
+    net, again = call(path, name, *asked), call(path, name, *asked)
     if problem := _misfit(net, again):
         raise UserError(f"{name} {problem}", _REMEDY)
     return net

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError, did_you_mean
+from pipeline.models.timm.names import check_timm_name, is_timm
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -29,7 +30,6 @@ _FAMILIES = {  # module of this package -> the models that it registers: it is i
 }
 TRUSTED = "PERVIT_TRUSTED_MODELS"  # names of models, separated by commas, whose code files may have run
 _MODULE_OF = {name: module for module, names in _FAMILIES.items() for name in names.split()}
-TIMM_PREFIX = "timm:"
 ENTRY_POINTS = "pervit.models"  # group of an installed package's models: name = "module:build"
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -73,11 +73,6 @@ def register(
         registered[name] = ModelEntry(name, build, description, paper, switches, params_m, gmacs, top1, *data, *speed)
 
 
-def is_timm(name: str) -> bool:
-    """Whether ``model.name`` is one of timm's models."""
-    return name.startswith(TIMM_PREFIX)
-
-
 @cache
 def installed_models() -> dict[str, str]:
     """The models of installed packages: name -> ``module:build``."""
@@ -97,7 +92,7 @@ def list_models() -> list[str]:
 def check_name(name: str) -> None:
     """Raise a UserError unless there is a model of that name: ours, ``timm:NAME``, ``module:build`` or an entry point's."""
     if is_timm(name):
-        importlib.import_module("pipeline.models.timm.names").check_timm_name(name)
+        check_timm_name(name)
         return
     known = list_models()
     if name not in known and not import_path(name):
@@ -108,17 +103,24 @@ def check_name(name: str) -> None:
 
 def model_entry(name: str) -> ModelEntry:
     """The registry entry of a model; UserError for an unknown name."""
-    entry: ModelEntry
     check_name(name)
-    if is_timm(name):
-        entry = importlib.import_module("pipeline.models.timm.classifier").timm_entry(name)
-        return entry
     if name not in list_models():
-        entry = importlib.import_module("pipeline.models.imported").imported_entry(name)
-        return entry
+        return _wrapped_entry(name)
     if name not in registered:
         importlib.import_module(f"pipeline.models.{_MODULE_OF[name]}")
     return registered[name]
+
+
+def _wrapped_entry(name: str) -> ModelEntry:
+    """The entry of a model of timm, or of somebody else's code; UserError: timm does not load."""
+    from pipeline.models.imported import build_imported  # imported late, with PyTorch
+    from pipeline.models.timm.classifier import TimmSwitches, build_timm, timm_figures
+
+    if path := import_path(name):
+        return ModelEntry(name, partial(build_imported, path, name), f"a model of {path}", "", TimmSwitches)
+    version, image_size, num_classes = timm_figures(name)
+    sizes = {"image_size": image_size, "num_classes": num_classes}
+    return ModelEntry(name, partial(build_timm, name), "a model of timm", f"timm {version}", TimmSwitches, **sizes)
 
 
 def check_trusted(name: str, source: object) -> None:

@@ -31,8 +31,7 @@ from pipeline.logs import pictures
 from pipeline.logs.console import say_once
 from pipeline.models import flops, load_pretrained, model_of
 from pipeline.models.common.base import VisionModel
-from pipeline.models.registry import is_timm
-from pipeline.models.timm.names import weights_folder
+from pipeline.models.timm.names import is_timm, weights_folder
 from pipeline.optim.averages import StepStatistics, WeightAverage
 from pipeline.optim.build import describe, parameter_groups
 from pipeline.optim.engine import build_engine, choose_zero_stage

@@ -17,8 +17,8 @@ from pipeline.inference.trained import load
 from pipeline.models import create_model, load_pretrained, registry
 from pipeline.models.flops import count
 from pipeline.models.registry import installed_models
-from pipeline.models.timm.folder import timm_form
 from pipeline.models.weights.exported import write_exported
+from pipeline.models.weights.timm_folder import timm_form
 from pipeline.optim.build import parameter_groups
 from support.subjects import subject_of
 from support.their_nets import Net

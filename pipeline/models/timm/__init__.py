@@ -1,1 +1,1 @@
-"""Everything that knows timm: its classifiers as models of ours, ours as models of timm, and folders in its layout."""
+"""timm's classifiers as models of ours, and its names."""

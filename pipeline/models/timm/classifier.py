@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import UserError, first_line
 from pipeline.models.common.base import Switches, VisionModel
-from pipeline.models.registry import TIMM_PREFIX, ModelEntry
+from pipeline.models.timm.names import TIMM_PREFIX
 from pipeline.models.timm.network import Maker, Trial, build_network, drop_rate, import_timm, scales_kept, try_out
 
 NET = "net."  # before the network's own names of parameters
@@ -255,16 +255,13 @@ def build_wrapped(
     return kind(name, net, trial, activation_checkpointing, switches, kind.heads(net, num_classes))
 
 
-def timm_entry(name: str) -> ModelEntry:
-    """The registry entry of ``timm:NAME``; timm's sizes are those of its weights. Raises a ``UserError`` if timm does not load."""
+def build_timm(name: str, **options: Any) -> WrappedClassifier:
+    """The builder of the registry entry of ``timm:NAME``."""
+    return build_wrapped(TimmClassifier, build_network, build_network, name, **options)
+
+
+def timm_figures(name: str) -> tuple[str, int, int]:
+    """timm's version, and the image size and number of classes of its weights of ``timm:NAME``. Raises UserError: timm does not load."""
     timm = import_timm()
     cfg = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
-    return ModelEntry(
-        name=name,
-        build=partial(build_wrapped, TimmClassifier, build_network, build_network, name),
-        description="a model of timm",
-        paper=f"timm {timm.__version__}",
-        switches=TimmSwitches,
-        image_size=cfg.input_size[-1] if cfg else 224,
-        num_classes=(cfg.num_classes if cfg else 0) or 1000,
-    )
+    return timm.__version__, cfg.input_size[-1] if cfg else 224, (cfg.num_classes if cfg else 0) or 1000

@@ -10,11 +10,16 @@ from functools import cache
 from pathlib import Path
 
 from pipeline.errors import UserError, did_you_mean, first_line, missing_extra
-from pipeline.models.registry import TIMM_PREFIX
 
+TIMM_PREFIX = "timm:"
 # timm's default tags of the architectures that this project has too, by the word that their names begin with.
 _TAGS = {"convit": "fb_in1k", "deit": "fb_in1k", "gmlp": "ra3_in1k"}
 CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
+
+
+def is_timm(name: str) -> bool:
+    """Whether ``model.name`` is one of timm's models."""
+    return name.startswith(TIMM_PREFIX)
 
 
 def check_timm_name(name: str) -> None:

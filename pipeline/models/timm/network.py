@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import UserError, did_you_mean, first_line, missing_extra
-from pipeline.models.registry import TIMM_PREFIX
+from pipeline.models.timm.names import TIMM_PREFIX
 
 _RESERVED = {  # arguments of timm.create_model that a switch must not set -> what sets them
     "num_classes": "model.num_classes sets it",

@@ -18,8 +18,8 @@ from pipeline.config import config_from_dict
 from pipeline.errors import UserError
 from pipeline.exporting import weights_file
 from pipeline.inference.trained import read_trained
-from pipeline.models.timm.folder import read_timm_folder
 from pipeline.models.weights.exported import read_exported
+from pipeline.models.weights.timm_folder import read_timm_folder
 from pipeline.training.building import build_model
 from support.ranks import run_forked
 from support.runs import write_small_config
@@ -34,7 +34,7 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)
 def library() -> ModuleType:
     """timm with this project's models, or a skip."""
     timm = pytest.importorskip("timm", reason="timm (extra `timm`) is not installed")
-    import pipeline.models.timm.for_timm  # noqa: F401
+    import pipeline.models.for_timm  # noqa: F401
 
     return timm
 

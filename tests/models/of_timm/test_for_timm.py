@@ -10,7 +10,7 @@ from torch import nn
 
 timm = pytest.importorskip("timm", reason="timm (extra `timm`) is not installed")
 
-import pipeline.models.timm.for_timm as ours  # noqa: E402
+import pipeline.models.for_timm as ours  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
 from pipeline.models import create_model, list_models, reference_state_dict  # noqa: E402
 

@@ -3,7 +3,7 @@
 
 timm has ConViT, DeiT and gMLP, under the names and shapes of their authors' code, which its code comes from: reading a folder of
 these needs no timm. Other widths go into ``model_args``, timm's keyword arguments. What timm has no argument for, and the other
-families, keep this project's name: :mod:`pipeline.models.timm.for_timm` registers it with timm.
+families, keep this project's name: :mod:`pipeline.models.for_timm` registers it with timm.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pipeline.errors import UserError, first_invalid
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import PATCH, ViTLayout
 from pipeline.models.convit import ConViTSwitches
-from pipeline.models.registry import TIMM_PREFIX, check_name, is_timm, list_models, model_entry
-from pipeline.models.timm.names import CONFIG, PICKLED, WEIGHTS
+from pipeline.models.registry import check_name, list_models, model_entry
+from pipeline.models.timm.names import CONFIG, PICKLED, TIMM_PREFIX, WEIGHTS, is_timm
 from pipeline.models.weights.exported import Description, build_described, read_pickled, read_tensors
 from pipeline.models.weights.transfer import check_finite
 
@@ -77,7 +77,7 @@ class TimmForm:
 
     architecture: str  # a name of timm's registry
     model_args: dict[str, Any]  # of timm.create_model
-    # The name is this project's, known to timm after `import pipeline.models.timm.for_timm`; the weights then have our names. Else
+    # The name is this project's, known to timm after `import pipeline.models.for_timm`; the weights then have our names. Else
     # they have timm's, which are the authors'.
     registered: bool
     first_conv: str | None = None  # of timm's config, like the next

@@ -1,7 +1,7 @@
 """Register this project's models with timm, so that ``timm.create_model`` makes and loads them::
 
     import timm
-    import pipeline.models.timm.for_timm
+    import pipeline.models.for_timm
 
     timm.create_model("pervit_t", num_classes=10, img_size=64, drop_path_rate=0.1)
     timm.create_model("local-dir:FOLDER", pretrained=True)  # what `pervit export --format timm` wrote
@@ -30,7 +30,7 @@ from pipeline.models.common.vit import ClassTokenModel
 from pipeline.models.timm.network import import_library
 from pipeline.models.weights.reference_names import fitting_names
 
-import_library("timm", "pipeline.models.timm.for_timm")
+import_library("timm", "pipeline.models.for_timm")
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model  # noqa: E402
 from timm.models._features import FeatureInfo  # noqa: E402
 
