@@ -33,11 +33,12 @@ COMMANDS = {
     },
     "Train": _own("plan train sweep watch track checkpoint"),
     "Use": _own("evaluate predict probe export"),
-    "Understand": _own("report analyze"),
+    "Understand": _own("report analyze audit"),
     "Look up": _own("models config flops throughput"),
 }
 
 
+LAUNCHER = Path(__file__).parents[1] / "launch" / "local.sh"  # of a clone; an installed package trains with one process
 # Whether torchrun's agent shows what this process prints beside the same of the node's first one, which gets some seconds to report it.
 SPEAKS_SECOND, _FIRST_WORD = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0", 3.0
 
@@ -75,6 +76,18 @@ def typed(module: str) -> str:
     if called.suffix == ".py" and sys.modules["__main__"].__spec__ is None:  # a file: python data_prep/shard_imagenet.py
         return f"python {called}"
     return f"python -m {module}"
+
+
+def python_command(processes: int, *words: str) -> list[str]:
+    """The command that runs a module with arguments in so many processes of this machine. Raises UserError: there is no launcher for several."""
+    if processes == 1:
+        return [sys.executable, "-u", "-m", *words]
+    if not LAUNCHER.is_file():
+        raise UserError(
+            f"{processes} processes require {LAUNCHER}, which only a clone of the repository has", "start one process"
+        )
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"  # the launcher takes the python on it
+    return ["env", f"PATH={path}", "bash", str(LAUNCHER), str(processes), "--", *words]
 
 
 def _fail(message: str, code: int = USER_ERROR) -> NoReturn:

@@ -21,13 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.command_line import run_command
+from pipeline.command_line import LAUNCHER, python_command, run_command
 from pipeline.errors import UserError, counted
 from pipeline.runs import CONFIG, METRICS
 
 _IMAGES = "demo/images"
-_PYTHON = [sys.executable, "-u", "-m"]
-_LAUNCHER = Path(__file__).parents[1] / "launch" / "local.sh"  # of a clone; an installed package trains with one process
 
 
 def main() -> None:
@@ -47,31 +45,29 @@ def main() -> None:
     places = len(os.sched_getaffinity(0))
     if shutil.which("nvidia-smi"):
         places = len(subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True).stdout.splitlines())
-    processes = 2 if places > 1 and _LAUNCHER.is_file() else 1
-    launcher = ["bash", str(_LAUNCHER), str(processes), "--"] if processes > 1 else _PYTHON
+    processes = 2 if places > 1 and LAUNCHER.is_file() else 1
     training = f"{config.model.name}, DALI and DeepSpeed, {counted(processes, 'process')} (log: {run}/{METRICS})"
 
     start = time.monotonic()
     print("== 1/4 images: scikit-learn's handwritten digits as JPEG files", flush=True)
-    _run(*_PYTHON, "data_prep.make_demo_dataset", "--output", _IMAGES)
+    _run(1, "data_prep.make_demo_dataset", "--output", _IMAGES)
     print("== 2/4 shards: WebDataset tars with indexes", flush=True)
-    _run(*_PYTHON, "data_prep.shard_imagenet", "--source", _IMAGES, "--output", shards, "--samples-per-shard", "400")
+    _run(1, "data_prep.shard_imagenet", "--source", _IMAGES, "--output", shards, "--samples-per-shard", "400")
     print(f"== 3/4 training: {training}", flush=True)
     # The global batch of 64 is 32 images on each of 2 processes, or 2 x 32 accumulated on one.
-    _run(*launcher, "pipeline.train", "--config", "demo", *overrides)
+    _run(processes, "pipeline.train", "--config", "demo", *overrides)
     print("== 4/4 evaluation of the saved checkpoint", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         evaluation = ("--checkpoint", run, "--data", shards, "--json", str(result))
-        _run(*_PYTHON, "pipeline.evaluate", *evaluation, output=subprocess.DEVNULL)
+        _run(1, "pipeline.evaluate", *evaluation, output=subprocess.DEVNULL)
         found = json.loads(result.read_text())
     print("\n" + summary(found, Path(run), round(time.monotonic() - start), processes))
 
 
-def _run(*command: str, output: int | None = None) -> None:
+def _run(processes: int, *words: str, output: int | None = None) -> None:
     """Run a step to its end, whatever signals come; exit as it does if it fails."""
-    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"  # the launcher takes the python on it
-    process = subprocess.Popen(command, stdout=output, env={**os.environ, "PATH": path})
+    process = subprocess.Popen(python_command(processes, *words), stdout=output)
     signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the step by itself, which says what it has saved
     code = process.wait()

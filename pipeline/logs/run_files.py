@@ -112,24 +112,27 @@ def check_run_files(run_dir: Path) -> None:
 
 
 def _environment(config: Config, world: World) -> dict:
-    on_gpu, job, packages = world.device.type == "cuda", job_name(os.environ), {}
-    for name in (*_PACKAGES, "timm") if is_timm(config.model.name) else _PACKAGES:
-        with suppress(PackageNotFoundError):
-            packages[name] = version(name)
-    commit, here = None, str(Path(__file__).parent)
-    git = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with suppress(OSError, subprocess.CalledProcessError):  # installed without its repository
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    on_gpu, job = world.device.type == "cuda", job_name(os.environ)
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "python": platform.python_version(),
-        "packages": packages,
-        "git_commit": commit,
+        **code_version(config),
         "world_size": world.size,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else platform.processor() or "cpu",
         # What squeue and scontrol call the job, ARRAY_TASK in a job array; the rest as Slurm has it. Empty outside of a job.
         "slurm": {**({"job": job} if job else {}), **{name: os.environ[name] for name in _SLURM if name in os.environ}},
     }
+
+
+def code_version(config: Config) -> dict[str, Any]:
+    """Versions of Python, of the packages that numbers depend on, and of this one: the commit, None if it is installed without its repository."""
+    packages, commit, here = {}, None, str(Path(__file__).parent)
+    for name in (*_PACKAGES, "timm") if is_timm(config.model.name) else _PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    git = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return {"python": platform.python_version(), "packages": packages, "git_commit": commit}
 
 
 class RunEvents:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from pipeline.command_line import python_command
 from pipeline.errors import PREEMPTED, USER_ERROR, UserError, counted, exit_reason
 from pipeline.files import replace_text
 from pipeline.sweep.lines import Sweep, SweepRun
 from pipeline.sweep.states import LOGS, REPORT, check_batches, is_finished, make_report, state
 from pipeline.training.restart import allow_restart
 
-_LAUNCHER = Path("launch", "local.sh")  # in the repository, from whose root it is called
 _LOOK = 0.2  # seconds between two looks at the runs
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
@@ -51,9 +51,7 @@ class OneMachine:
             problem = f"--jobs {jobs} with --processes {processes} requires {jobs * processes} GPUs, got {len(self.gpus)}"
             raise UserError(problem, "lower --jobs or --processes")
         check_batches(sweep, processes)
-        if processes > 1 and not _LAUNCHER.is_file():
-            problem = f"--processes {processes} requires the repository's {_LAUNCHER}, got {Path.cwd()} without it"
-            raise UserError(problem, "go to the repository's root")
+        python_command(processes)  # refused before anything is begun
         self.logs = sweep.folder / LOGS
         self._running: list[_Started] = []
         self._through = 0  # runs that have ended well
@@ -117,10 +115,7 @@ class OneMachine:
     def _start(self, run: SweepRun) -> None:
         taken = {started.place for started in self._running}
         place = next(place for place in range(self.jobs) if place not in taken)
-        words = ["pipeline.train", "--config", run.config_file, *run.overrides]
-        command = [sys.executable, "-u", "-m", *words]
-        if self.processes > 1:
-            command = ["bash", str(_LAUNCHER), str(self.processes), "--", *words]
+        command = python_command(self.processes, "pipeline.train", "--config", run.config_file, *run.overrides)
         environment = dict(os.environ)
         if self.gpus:
             own = self.gpus[place * self.processes : (place + 1) * self.processes]

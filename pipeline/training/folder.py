@@ -28,7 +28,7 @@ from pipeline.checkpoint.mirror import Mirror
 from pipeline.cluster.agreement import do_in_main, raise_on_all
 from pipeline.cluster.environment import job_name
 from pipeline.cluster.world import World
-from pipeline.config import Config, flatten, is_free
+from pipeline.config import AUTO, Config, flatten, is_free
 from pipeline.config.problems import nearest_keys
 from pipeline.errors import UserError
 from pipeline.files import disk_reason, lock_bytes, nearest_existing, write_error
@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 
 _DYING_SECONDS = 120.0  # for the previous start of a requeued job to end; NFS frees a dead node's locks after about 90
 _POLL_SECONDS = 0.5  # between attempts to lock: the holder may be on another node, and nothing signals its end
+Changes = dict[str, tuple[Any, Any]]  # key -> (before, now)
 _held_here: set[Path] = set()  # POSIX grants the same process a second lock, whose release would release the first
 # A checkpoint does not fit other shapes, nor its moments another optimizer; another global batch size would skip or repeat samples
 # of the stream.
@@ -210,18 +211,26 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
             raise UserError(f"checkpoint.accept must list keys, sections or `{_DATA}`, got {name!r}: {remedy}")
     if begun_with is None:
         return
-    before = flatten(begun_with)
-    if now["train.precision"] == "auto":  # auto keeps the precision of the run
-        now["train.precision"] = before["train.precision"]
-    changed = [key for key in now if not is_free(key) and before.get(key) != now[key]]
-    sections = [name for name in accept if name != _DATA]
-    accepted = [key for key in changed if key not in _NEVER and (key in accept or key.partition(".")[0] in sections)]
-    refused = [key for key in changed if key not in accepted]
+    accepted, refused = changes(config, begun_with)
     if refused:
-        raise _refusal(config.output_dir, {key: (before.get(key), now[key]) for key in refused})
+        raise _refusal(config.output_dir, refused)
     if accepted and world.is_main:
-        changes = ", ".join(f"{key} from {before.get(key)} to {now[key]}" for key in accepted)
-        _log.info(f"note: this run changes {changes}, which checkpoint.accept allows.")
+        changed = ", ".join(f"{key} from {old} to {new}" for key, (old, new) in accepted.items())
+        _log.info(f"note: this run changes {changed}, which checkpoint.accept allows.")
+
+
+def changes(config: Config, begun_with: Config) -> tuple[Changes, Changes]:
+    """What a config changes of the one that its run was begun with, beside what any start may: what ``checkpoint.accept`` allows, and what not."""
+    before, now, accept = flatten(begun_with), flatten(config), config.checkpoint.accept
+    if now["train.precision"] == AUTO:  # auto keeps the precision of the run
+        now["train.precision"] = before["train.precision"]
+    sections = [name for name in accept if name != _DATA]
+    found: tuple[Changes, Changes] = ({}, {})
+    for key in now:
+        if not is_free(key) and before.get(key) != now[key]:
+            allowed = key not in _NEVER and (key in accept or key.partition(".")[0] in sections)
+            found[not allowed][key] = (before.get(key), now[key])
+    return found
 
 
 def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict[str, Any], world: World) -> None:
@@ -251,7 +260,7 @@ def _short(value: Any) -> Any:
     return value[:_DIGITS] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else value
 
 
-def _refusal(run_dir: str, changes: dict[str, tuple[Any, Any]]) -> UserError:
+def _refusal(run_dir: str, changes: Changes) -> UserError:
     """For keys whose values differ from the run's, as key -> (before, now)."""
     named, never = dict(list(changes.items())[:_NAMED]), [key for key in changes if key in _NEVER]
     begun = "; ".join(f"with {key}={old}, got {new}" for key, (old, new) in named.items())

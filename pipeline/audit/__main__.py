@@ -1,0 +1,142 @@
+"""Audit a run: compare its records with each other and with its config, and train some of its steps again.
+
+    pervit audit runs/pervit_t
+    pervit audit runs/pervit_t --steps 400,12000 --json audit.json
+    pervit audit runs/pervit_t --windows 0
+
+Samples, draws and learning rates are computed again for every step. Of --windows parts of the run, from one checkpoint to the next or
+--longest steps, losses, gradient norms, evaluations, weights and optimizer state are: bit for bit on a machine and a number of
+processes like the run's, else within bounds (docs/audit.md). The exit code is 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.command_line import command_parser, interrupted_later, run_command
+from pipeline.errors import UserError, counted
+from pipeline.files import check_writable, replace_text, write_json
+from pipeline.page import Section, html, join, page, table
+from pipeline.runs import CONFIG
+from pipeline.stores.place import place_argument
+from pipeline.terminal import Stage, paint
+
+if TYPE_CHECKING:
+    from pipeline.audit.records import Finding
+    from pipeline.audit.replay import Replay
+
+
+def main() -> int:
+    parser = command_parser("pipeline.audit", __doc__)
+    add = parser.add_argument
+    add("run", type=place_argument, metavar="RUN", help="a run's output_dir")
+    add("--steps", type=_steps, default=[], metavar="N,N", help="train the windows again that have these steps")
+    add(
+        "--windows",
+        type=int,
+        default=2,
+        metavar="N",
+        help="train so many parts again, the last and others at random (default: 2)",
+    )
+    add("--longest", type=int, default=500, metavar="STEPS", help="length of a window at most (default: 500)")
+    add("--processes", type=int, metavar="N", help="train on so many processes (default: as the run did)")
+    add("--bounds", action="store_true", help="accept differences within the bounds, as of another kind of CPU")
+    add("--data", metavar="DIR", help="shards (default: the run's data.path)")
+    add(
+        "--work",
+        type=Path,
+        metavar="DIR",
+        help="folder for what is trained again, removed at the end (default: beside the run)",
+    )
+    add("--output", type=Path, metavar="FILE", help="the page (default: audit.html)")
+    add("--json", type=Path, metavar="FILE", help="also write what was compared and what differs")
+    args = parser.parse_args()
+    for name, least in {"windows": 0, "longest": 1, "processes": 1}.items():
+        if (number := getattr(args, name)) is not None and number < least:
+            raise UserError(f"--{name} must be at least {least}, got {number}", "correct it")
+    output = args.output or Path("audit.html")
+    check_writable(output)
+    check_writable(args.json)
+    with Stage("loading the libraries"), interrupted_later():
+        from pipeline.audit.records import Records
+        from pipeline.audit.replay import Replay, choose, compare, train_again
+        from pipeline.checkpoint.bucket import fetched
+        from pipeline.checkpoint.folder import find_step
+        from pipeline.config import load_config
+        from pipeline.runs.files import RunFiles
+        from pipeline.runs.state import state_of
+
+    run = fetched(args.run)
+    find_step(run)  # there is one
+    files = RunFiles(run)
+    if (state := state_of(files)).alive:
+        raise UserError(f"{run} must be a run that nobody trains, got one that is {state}", "wait for its end")
+    records = Records(files, load_config(run / CONFIG, [f"data.path={args.data}"] if args.data else []))
+    findings, replays = [], list[Replay]()
+    for finding in records.findings():
+        findings.append(finding)
+        _say(finding.name, finding.compared, finding.problems)
+    windows = choose(records, args.windows, args.longest, args.steps, args.processes) if args.windows or args.steps else []
+    for window in windows:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix=".audit-", dir=args.work or run.absolute().parent) as folder:
+            with Stage(f"training {window} again"):
+                again, exact = train_again(records, window, Path(folder), args.bounds)
+            replays.append(replay := Replay(window, exact))
+            compare(records, again, replay)
+        replay.seconds = time.monotonic() - began
+        _say(str(window), replay.words(), replay.problems)
+    differs = [each.name for each in findings if each.problems] + [str(each.window) for each in replays if each.problems]
+    verdict = f"{counted(len(differs), 'part')} of the run differ: {', '.join(differs)}" if differs else "everything agrees"
+    result = {
+        "run": str(args.run),
+        "agrees": not differs,
+        "findings": list(map(asdict, findings)),
+        "replays": list(map(asdict, replays)),
+    }
+    write_json(args.json, result)
+    replace_text(output, _page(str(args.run), str(state), verdict, findings, replays))
+    print(f"{run}, {state}: {paint(verdict, 'red' if differs else 'green', sys.stdout)}; the page: {output}")
+    return 1 if differs else 0
+
+
+def _steps(text: str) -> list[int]:
+    try:
+        return [int(step) for step in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} are not steps: write numbers with commas") from None
+
+
+def _say(name: str, compared: str, problems: list[str]) -> None:
+    mark = paint("differs", "red", sys.stdout) if problems else paint("agrees", "green", sys.stdout)
+    print(f"{name}: {mark}; {compared}", *(f"  {problem}" for problem in problems), sep="\n", flush=True)
+
+
+def _page(run: str, state: str, verdict: str, findings: Iterable[Finding], replays: Iterable[Replay]) -> str:
+    def rows(parts: Iterable[tuple[str, str, list[str]]]) -> list[tuple[object, ...]]:
+        return [
+            (name, "differs" if problems else "agrees", compared, join(map(partial(html, "<p>{}</p>"), problems)))
+            for name, compared, problems in parts
+        ]
+
+    again = rows((str(each.window), f"{each.words()} ({each.seconds:.0f} s)", each.problems) for each in replays)
+    head = ("what", "", "compared", "differences")
+    sections = [
+        Section("Records", table(head, rows((each.name, each.compared, each.problems) for each in findings))),
+        Section("Trained again", table(head, again) if again else html("<p>No steps were trained again.</p>")),
+    ]
+    return page(f"Audit of {run}", f"{state}: {verdict}", sections, plots=False)
+
+
+command = partial(run_command, main, resumes=False)
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,171 @@
+"""`pervit audit`: an honest run agrees with itself, whatever happened to it, and each forgery is found by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import numpy as tensors
+
+from pipeline.checkpoint.folder import saved_steps, step_folder
+from pipeline.checkpoint.manifest import CheckpointManifest, checksum
+from support.ranks import run_forked, train, wait_for_steps
+from support.runs import write_small_config
+
+pytestmark = pytest.mark.multiprocess
+KEYS = ("checkpoint.every_steps=2", "checkpoint.keep_last=9", "train.max_steps=8")
+
+
+@pytest.fixture(scope="session")
+def elastic_run(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Killed after its third step on one process, continued on two, stopped at step 6, and ended on one."""
+    folder = tmp_path_factory.mktemp("audit")
+    config, run = write_small_config(digits_shards, folder), folder / "run"
+    job = train(1, config, run, *KEYS)
+    assert job.until(lambda: 2 in saved_steps(run)) and wait_for_steps(job, run, 1)
+    job.kill()
+    job.wait()
+    train(2, config, run, *KEYS, "train.max_steps=6").succeed()
+    train(1, config, run, *KEYS).succeed()
+    assert saved_steps(run) == [2, 4, 6, 8]
+    return run
+
+
+def audit(run: Path, *words: object, code: int) -> dict:
+    """What an audit with this exit code writes down."""
+    found, page = run.parent / "audit.json", run.parent / "audit.html"
+    result = run_forked("pipeline.audit", run, "--json", found, "--output", page, *words, check=False)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert "</html>" in page.read_text()
+    return json.loads(found.read_text())
+
+
+def problems(run: Path, *words: object) -> dict[str, list[str]]:
+    """What an audit finds, by the part that differs."""
+    told = audit(run, *words, code=1)
+    assert not told["agrees"]
+    found = {part["name"]: part["problems"] for part in told["findings"] if part["problems"]}
+    return found | {"trained again": [problem for part in told["replays"] for problem in part["problems"]]}
+
+
+def test_a_run_that_was_killed_and_moved_agrees(elastic_run: Path) -> None:
+    """On as many processes as each window had, every number comes again bit for bit."""
+    told = audit(elastic_run, "--steps", "1,5,8", code=0)
+    assert [part["name"] for part in told["findings"]] == ["checkpoints", "config", "code", "data", "metrics", "samples"]
+    windows = [(again["window"]["first"], again["window"]["last"], again["window"]["processes"]) for again in told["replays"]]
+    assert windows == [(0, 2, 1), (4, 6, 2), (6, 8, 1)]
+    for again in told["replays"]:
+        assert again["exact"] and again["largest"]["metrics"][0] == again["largest"]["tensors"][0] == 0.0, again
+        assert again["compared"]["metrics"] >= 2 * 8 and again["compared"]["tensors"] > 300
+
+
+def test_on_other_processes_it_agrees_within_bounds(elastic_run: Path) -> None:
+    (again,) = audit(elastic_run, "--steps", "5", "--processes", "1", code=0)["replays"]
+    assert not again["exact"] and 0 < again["largest"]["metrics"][0] < 1e-4
+
+
+def test_a_run_that_trains_is_not_audited(elastic_run: Path, digits_shards: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(elastic_run, tmp_path / "run"))
+    job = train(1, elastic_run.parent / "config.yaml", run, *KEYS, "train.max_steps=100000")
+    assert wait_for_steps(job, run, 1)
+    refused = run_forked("pipeline.audit", run, check=False)
+    job.signal(signal.SIGKILL)
+    assert refused.returncode == 2 and "must be a run that nobody trains, got one that is running at step" in refused.stderr
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def change_row(run: Path, key: str, by: float, step: int = 5) -> None:
+    """Edit the row of a step, or of its evaluation."""
+    rows = lines(run / "metrics.jsonl")
+    row = next(row for row in rows if row["step"] == step and key in row)
+    row[key] += by
+    write_lines(run / "metrics.jsonl", rows)
+
+
+def drop_row(run: Path) -> None:
+    write_lines(run / "metrics.jsonl", [row for row in lines(run / "metrics.jsonl") if row["step"] != 3])
+
+
+def change_config(run: Path) -> None:
+    text = (run / "config.yaml").read_text()
+    assert "  weight_decay: 0.05" in text
+    (run / "config.yaml").write_text(text.replace("  weight_decay: 0.05", "  weight_decay: 0.04"))
+
+
+def change_version(run: Path) -> None:
+    starts = json.loads((run / "environment.json").read_text())
+    starts[1] |= {"git_commit": "0" * 40}
+    (run / "environment.json").write_text(json.dumps(starts))
+
+
+def change_sample(run: Path) -> None:
+    log = run / "samples" / "rank-00000.jsonl"
+    rows = lines(log)
+    rows[-1]["sample"][0] ^= 1
+    rows[-1]["augmentation"][1] = "0" * 16
+    write_lines(log, rows)
+
+
+def flip_bit(run: Path) -> None:
+    path = step_folder(run, 8) / "part-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+def forge_weights(run: Path) -> None:
+    """Other weights with right checksums, as somebody does who knows how."""
+    folder = step_folder(run, 8)
+    path, manifest = folder / "part-00000.safetensors", CheckpointManifest.read(folder)
+    content = tensors.load_file(path)
+    name = next(name for name in content if name.startswith("weight/head"))
+    content[name] = np.nextafter(content[name], np.float32(9))
+    tensors.save_file(content, path)
+    manifest.files[0] = checksum(path)
+    (folder / "checkpoint.json").write_text(manifest.to_text())
+
+
+FORGERIES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "row removed": (drop_row, "metrics", "metrics.jsonl has no row of step 3"),
+    "learning rate": (lambda run: change_row(run, "lr", 1e-9), "metrics", "metrics.jsonl: lr of step 5 must be"),
+    "config": (change_config, "config", "optim.weight_decay is 0.05 in the checkpoint of step 8, but 0.04 in config.yaml"),
+    "code": (change_version, "code", f"git_commit of start 2 is {'0' * 40}, here "),
+    "sample": (change_sample, "samples", "step 8, epoch 0, position"),
+    "bit": (flip_bit, "checkpoints", "part-00000.safetensors was changed after it was written"),
+    "loss": (lambda run: change_row(run, "loss", 1e-7), "trained again", "loss of step 5 is "),
+    "accuracy": (lambda run: change_row(run, "top1", 1e-3, 6), "trained again", "top1 of step 6 (model) is "),
+    "weights": (forge_weights, "trained again", "weight of head.weight in step-00000008 differs by"),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forgery_is_found(elastic_run: Path, tmp_path: Path, name: str) -> None:
+    forge, where, sentence = FORGERIES[name]
+    run = Path(shutil.copytree(elastic_run, tmp_path / "run"))
+    forge(run)
+    words = ("--steps", "8" if name == "weights" else "5") if where == "trained again" else ("--windows", "0")
+    found = problems(run, *words)
+    assert any(sentence in problem for problem in found.pop(where)), found
+    assert not any(found.values()) or name == "accuracy", found
+
+
+def test_a_swapped_shard_is_found(elastic_run: Path, copied_shards: Path, tmp_path: Path) -> None:
+    """Another file of the same size, in the place of a shard."""
+    tar = sorted(copied_shards.glob("train*.tar"))[0]
+    content = bytearray(tar.read_bytes())
+    content[:] = content[512:] + content[:512]
+    tar.write_bytes(content)
+    found = problems(elastic_run, "--windows", "0", "--data", copied_shards)
+    assert list(found) == ["data", "trained again"] and tar.name in found["data"][0]
