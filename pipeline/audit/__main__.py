@@ -39,23 +39,12 @@ def main() -> int:
     add = parser.add_argument
     add("run", type=place_argument, metavar="RUN", help="a run's output_dir")
     add("--steps", type=_steps, default=[], metavar="N,N", help="train the windows again that have these steps")
-    add(
-        "--windows",
-        type=int,
-        default=2,
-        metavar="N",
-        help="train so many parts again, the last and others at random (default: 2)",
-    )
+    add("--windows", type=int, default=2, metavar="N", help="so many windows, the last and others at random (default: 2)")
     add("--longest", type=int, default=500, metavar="STEPS", help="length of a window at most (default: 500)")
     add("--processes", type=int, metavar="N", help="train on so many processes (default: as the run did)")
     add("--bounds", action="store_true", help="accept differences within the bounds, as of another kind of CPU")
     add("--data", metavar="DIR", help="shards (default: the run's data.path)")
-    add(
-        "--work",
-        type=Path,
-        metavar="DIR",
-        help="folder for what is trained again, removed at the end (default: beside the run)",
-    )
+    add("--work", type=Path, metavar="DIR", help="where to train, in a folder that is removed (default: beside the run)")
     add("--output", type=Path, metavar="FILE", help="the page (default: audit.html)")
     add("--json", type=Path, metavar="FILE", help="also write what was compared and what differs")
     args = parser.parse_args()
@@ -84,25 +73,22 @@ def main() -> int:
     for finding in records.findings():
         findings.append(finding)
         _say(finding.name, finding.compared, finding.problems)
-    windows = choose(records, args.windows, args.longest, args.steps, args.processes) if args.windows or args.steps else []
-    for window in windows:
+    for window in choose(records, args.windows, args.longest, args.steps, args.processes):
         began = time.monotonic()
+        replays.append(replay := Replay(window))
         with tempfile.TemporaryDirectory(prefix=".audit-", dir=args.work or run.absolute().parent) as folder:
-            with Stage(f"training {window} again"):
-                again, exact = train_again(records, window, Path(folder), args.bounds)
-            replays.append(replay := Replay(window, exact))
-            compare(records, again, replay)
+            try:
+                with Stage(f"training {window} again"):
+                    again = train_again(records, replay, Path(folder), args.bounds)
+                compare(records, again, replay)
+            except UserError as error:
+                replay.problems.append(str(error))
         replay.seconds = time.monotonic() - began
         _say(str(window), replay.words(), replay.problems)
     differs = [each.name for each in findings if each.problems] + [str(each.window) for each in replays if each.problems]
     verdict = f"{counted(len(differs), 'part')} of the run differ: {', '.join(differs)}" if differs else "everything agrees"
-    result = {
-        "run": str(args.run),
-        "agrees": not differs,
-        "findings": list(map(asdict, findings)),
-        "replays": list(map(asdict, replays)),
-    }
-    write_json(args.json, result)
+    parts = {"findings": list(map(asdict, findings)), "replays": list(map(asdict, replays))}
+    write_json(args.json, {"run": str(args.run), "agrees": not differs, **parts})
     replace_text(output, _page(str(args.run), str(state), verdict, findings, replays))
     print(f"{run}, {state}: {paint(verdict, 'red' if differs else 'green', sys.stdout)}; the page: {output}")
     return 1 if differs else 0

@@ -6,10 +6,9 @@ of ``metrics.jsonl`` and of the sample logs can be computed again.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.checkpoint.manifest import CheckpointManifest, find_damage
+from pipeline.checkpoint.manifest import RunState, find_damage
 from pipeline.checkpoint.parts import find_gaps, find_not_finite
 from pipeline.config import Config, config_from_dict
 from pipeline.errors import counted
@@ -60,26 +59,19 @@ class Records:
             step: config_from_dict(manifest.state.config, f"the checkpoint of step {step}")
             for step, manifest in self.manifests.items()
         }
+        self.damaged = set[int]()  # steps of checkpoints, which :meth:`checkpoints` has found
         self.train_set = open_training_set(config.data.path, config.data.mix)
         images, subset = images_per_epoch(self.train_set), self.train_set.subset
         self.schedule = make_schedule(config.with_values({"train.max_steps": None}), images, subset)
 
     def findings(self) -> Iterator[Finding]:
         """One for each kind of record."""
-        kinds: dict[str, Callable[[], tuple[str, Iterator[str]]]] = {
-            "checkpoints": self._checkpoints,
-            "config": self._config,
-            "code": self._code,
-            "data": self._data,
-            "metrics": self._metrics,
-            "samples": self._samples,
-        }
-        for name, compare in kinds.items():
-            with Stage(f"comparing {name}"):
-                compared, problems = compare()
-                found = list(problems)
-            more = [f"... and {counted(len(found) - _NAMED, 'more difference')}"] if len(found) > _NAMED else []
-            yield Finding(name, compared, found[:_NAMED] + more)
+        for kind in (self.checkpoints, self.run_config, self.code, self.data, self.metrics, self.samples):
+            with Stage(f"comparing {kind.__name__}"):
+                compared, *problems = kind()
+            more = len(problems) - _NAMED
+            problems[_NAMED:] = [f"... and {counted(more, 'more difference')}"] if more > 0 else []
+            yield Finding(kind.__name__.removeprefix("run_"), compared, problems)
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -94,142 +86,104 @@ class Records:
         """The config by which a step was taken: that of the next checkpoint, else of the newest start."""
         return next((config for saved, config in self.configs.items() if saved >= step), self.config)
 
-    def _checkpoints(self) -> tuple[str, Iterator[str]]:
+    # What is compared, then what differs.
+
+    def checkpoints(self) -> Iterator[str]:
         size = sum(found.bytes or 0 for found in self.files.checkpoints)
-        compared = f"{counted(len(self.files.checkpoints), 'checkpoint')} ({size / 2**20:,.0f} MiB) with checksums and records"
+        yield f"{counted(len(self.files.checkpoints), 'checkpoint')} ({size / 2**20:,.0f} MiB) with checksums and records"
+        for found in self.files.checkpoints:
+            if found.manifest is None:
+                yield found.problem or f"{found.folder} cannot be read"
+                continue
+            state, folder = found.manifest.state, found.folder
+            damage = find_damage(folder, found.manifest.files) or find_gaps(folder, found.manifest)
+            damage = damage or find_not_finite(folder, found.manifest.files)
+            self.damaged |= {found.step} if damage else set()
+            yield from damage
+            for name, due in self._due(state).items():
+                if (got := getattr(state, name)) != due:
+                    yield f"{folder}: {name} must be {due}, got {got}"
 
-        def problems() -> Iterator[str]:
-            for found in self.files.checkpoints:
-                if found.manifest is None:
-                    yield found.problem or f"{found.folder} cannot be read"
-                    continue
-                state, folder = found.manifest.state, found.folder
-                damage = find_damage(folder, found.manifest.files) or find_gaps(folder, found.manifest)
-                yield from damage or find_not_finite(folder, found.manifest.files)
-                if (own := config_hash(self.configs[found.step])) != state.config_hash:
-                    yield f"{folder}: config_hash must be {own[:12]}, that of its config, got {state.config_hash[:12]}"
-                for name, due in self._due(found.manifest).items():
-                    if (got := getattr(state, name)) != due:
-                        yield f"{folder}: {name} must be {due}, got {got}"
-
-        return compared, problems()
-
-    def _due(self, manifest: CheckpointManifest) -> dict[str, Any]:
-        """What the state of a checkpoint must be, by the schedule and the log."""
-        state, row = manifest.state, self.steps.get(manifest.state.step, {})
-        due: dict[str, Any] = {"samples": self.schedule.samples(state.step)}
-        if "skipped_steps" in row:
-            due["skipped_steps"] = row["skipped_steps"]
+    def _due(self, state: RunState) -> dict[str, Any]:
+        """What the state of a checkpoint must be, by its config, the schedule and the log."""
         scored = [row for row in self.rows if kind_of(row) == "evaluation" and row["step"] <= state.step - state.evaluation_due]
-        if state.best and (top := max(scored, key=lambda row: row["top1"], default=None)):
-            due["best"] = {**state.best, "top1": top["top1"]}
-        return due
+        top1 = max((row["top1"] for row in scored), default=None)
+        return {
+            "config_hash": config_hash(self.configs[state.step]),
+            "samples": self.schedule.samples(state.step),
+            "skipped_steps": self.steps.get(state.step, {}).get("skipped_steps", state.skipped_steps),
+            "best": state.best and {**state.best, "top1": top1},
+        }
 
-    def _config(self) -> tuple[str, Iterator[str]]:
-        def problems() -> Iterator[str]:
-            chain = [*(("the checkpoint of step " + str(step), config) for step, config in self.configs.items())]
-            for (before, old), (after, new) in zip(chain, [*chain[1:], (CONFIG, self.config)]):
-                for key, (was, now) in changes(new, old)[1].items():
-                    yield f"{key} is {was} in {before}, but {now} in {after}"
+    def run_config(self) -> Iterator[str]:
+        yield f"{CONFIG} with the configs of {counted(len(self.configs), 'checkpoint')}"
+        chain = [(f"the checkpoint of step {step}", config) for step, config in self.configs.items()]
+        for (before, old), (after, new) in zip(chain, [*chain[1:], (CONFIG, self.config)]):
+            for key, (was, now) in changes(new, old)[1].items():
+                yield f"{key} is {was} in {before}, but {now} in {after}"
 
-        return f"{CONFIG} with the configs of {counted(len(self.configs), 'checkpoint')}", problems()
-
-    def _code(self) -> tuple[str, Iterator[str]]:
+    def code(self) -> Iterator[str]:
+        yield f"{counted(len(self.files.starts), 'start')} with the code and the packages here"
         here = code_version(self.config)
+        here |= here.pop("packages")
+        for number, start in enumerate(self.files.starts, 1):
+            there = {**start, **(start.get("packages") or {})}
+            for key, now in here.items():
+                if there.get(key, now) != now:
+                    yield f"{key} of start {number} is {there[key]}, here {now}: audit with that version"
 
-        def problems() -> Iterator[str]:
-            for number, start in enumerate(self.files.starts, 1):
-                there = {key: start.get(key) for key in here}
-                known = {**there, **(there.pop("packages") or {})}
-                for key, now in {**{key: here[key] for key in there}, **here["packages"]}.items():
-                    if known.get(key) not in (None, now):
-                        yield f"{key} of start {number} is {known[key]}, here {now}: audit with that version"
-
-        return f"{counted(len(self.files.starts), 'start')} with the code and the packages here", problems()
-
-    def _data(self) -> tuple[str, Iterator[str]]:
+    def data(self) -> Iterator[str]:
         sets, now = self.train_set.sets, self.train_set.identity()
-        shards = sum(len(each.info.shards) for each in sets)
+        shards = counted(sum(len(each.info.shards) for each in sets), "shard")
+        yield f"the training set with the checkpoints, and an image of each of {shards} with its checksum"
+        for step, manifest in self.manifests.items():
+            was = manifest.state.data
+            for key in sorted(key for key in was.keys() | now.keys() if was.get(key) != now.get(key)):
+                yield f"{key} is {was.get(key)} in the checkpoint of step {step}, but {now.get(key)} in {self.config.data.path}"
+        for each in sets:
+            begin = np.flatnonzero(np.diff(each.samples["shard"].astype(np.int64), prepend=-1)).tolist()
+            chosen = [random.randrange(first, end) for first, end in zip(begin, [*begin[1:], len(each)])]
+            yield from (str(found) for found in each.read_batch(chosen) if isinstance(found, DamagedSample))
 
-        def problems() -> Iterator[str]:
-            for step, manifest in self.manifests.items():
-                for key in sorted(manifest.state.data.keys() | now.keys()):
-                    if (was := manifest.state.data.get(key)) != now.get(key):
-                        yield f"{key} of the training set is {was} in the checkpoint of step {step}, but {now.get(key)} in {self.config.data.path}"
-            for each in sets:
-                begin = np.flatnonzero(np.diff(each.samples["shard"].astype(np.int64), prepend=-1)).tolist()
-                chosen = [random.randrange(first, end) for first, end in zip(begin, [*begin[1:], len(each)])]
-                yield from (str(found) for found in each.read_batch(chosen) if isinstance(found, DamagedSample))
+    def metrics(self) -> Iterator[str]:
+        yield f"{counted(len(self.steps), 'row')} with the schedule: none missing, samples, epoch and learning rate"
+        its = self.schedule
+        for step in range(1, max([*self.manifests, *self.steps]) + 1):
+            if (row := self.steps.get(step)) is None:
+                yield f"{METRICS} has no row of step {step}"
+                continue
+            optim = self.config_of(step).optim
+            lr = learning_rate(step - 1, its.steps_per_epoch, its.epochs, its.global_batch_size, optim)
+            for key, due in {"samples": its.samples(step), "epoch": its.epoch(step), "lr": lr}.items():
+                if row.get(key) != due:
+                    yield f"{METRICS}: {key} of step {step} must be {due}, got {row.get(key)}"
+        yield from (f"{METRICS}: {row['step']} has no top1" for row in self.rows if kind_of(row) == "damaged")
 
-        return (
-            f"the training set with the checkpoints, and an image of each of {counted(shards, 'shard')} with its checksum",
-            problems(),
-        )
-
-    def _metrics(self) -> tuple[str, Iterator[str]]:
-        newest = max(self.manifests, default=0)
-
-        def problems() -> Iterator[str]:
-            steps = self.steps
-            for step in range(1, max([newest, *steps]) + 1):
-                if step not in steps:
-                    yield f"{METRICS} has no row of step {step}"
-                    continue
-                config, its = self.config_of(step), self.schedule
-                lr = learning_rate(step - 1, its.steps_per_epoch, its.epochs, its.global_batch_size, config.optim)
-                for key, due in {"samples": its.samples(step), "epoch": its.epoch(step), "lr": lr}.items():
-                    if steps[step].get(key) != due:
-                        yield f"{METRICS}: {key} of step {step} must be {due}, got {steps[step].get(key)}"
-            for row in self.rows:
-                if kind_of(row) == "damaged":
-                    yield f"{METRICS}: the evaluation of step {row['step']} has no top1"
-            if self.files.problems:
-                yield from self.files.problems
-
-        return (
-            f"{counted(len(self.steps), 'row')} with the schedule: none missing, samples, epoch and learning rate",
-            problems(),
-        )
-
-    def _samples(self) -> tuple[str, Iterator[str]]:
+    def samples(self) -> Iterator[str]:
         logs = sorted((self.files.path / SAMPLES).glob("rank-*.jsonl"))
         if not logs:
-            return "no sample logs: log.samples was false", iter(())
+            yield "no sample logs: log.samples was false"
+            return
+        replaced = sorted({int(sample) for each in self.manifests.values() for sample in each.state.bad_samples})
         places = _places(logs)
-        wanted, replaced = range(1, max([*self.manifests, *places]) + 1), dict[int, str]()
-        for manifest in self.manifests.values():
-            replaced |= {int(number): sentence for number, sentence in manifest.state.bad_samples.items()}
-        size = self.config.train.global_batch_size
-        stream = TrainBatches.for_one_process(self.train_set, self.config, size)
-
-        def problems() -> Iterator[str]:
-            with ExitStack() as opened:
-                files = [opened.enter_context(open(path, "rb")) for path in logs]
-                for step in wanted:
-                    found: dict[tuple[int, int], tuple[int, str]] = {}
-                    for number, place in places.get(step, []):
-                        files[number].seek(place)
-                        line = json.loads(files[number].readline())
-                        keys = zip(line["epoch"], line["position"])
-                        found |= dict(zip(keys, zip(line["sample"], line["augmentation"])))
-                    batches = replace(stream, image_size=stream.side(step - 1))
-                    due = batches.request(step - 1)
-                    for epoch, position, sample, drawn in zip(
-                        due.epoch.tolist(), due.position.tolist(), due.index.tolist(), augmentation_digests(due)
-                    ):
-                        got = found.pop((epoch, position), None)
-                        where = f"step {step}, epoch {epoch}, position {position}"
-                        if got is None:
-                            yield f"{where}: sample {sample} was not trained on"
-                        elif got[0] != sample and sample not in replaced:
-                            yield f"{where}: must be sample {sample}, got {got[0]}"
-                        elif got[0] == sample and got[1] != drawn:
-                            yield f"{where}: sample {sample} was augmented otherwise"
-                    for (epoch, position), (sample, _) in found.items():
-                        yield f"step {step}: sample {sample} of epoch {epoch}, position {position} is not of this step"
-
-        bad = f"; {counted(len(replaced), 'unreadable image')} replaced: {sorted(replaced)[:_NAMED]}" if replaced else ""
-        return f"the samples and draws of {counted(len(wanted), 'step')} with the stream, each once{bad}", problems()
+        last = max([*self.manifests, *places])
+        yield f"the samples and draws of {counted(last, 'step')} with the stream, each once; replaced: {replaced or 'none'}"
+        stream = TrainBatches.for_one_process(self.train_set, self.config, self.config.train.global_batch_size)
+        for step in range(1, last + 1):
+            found: dict[tuple[int, int], tuple[int, str]] = {}
+            for path, place in places.get(step, []):
+                found |= _logged(path, place)
+            due = replace(stream, image_size=stream.side(step - 1)).request(step - 1)
+            drawn = zip(due.epoch.tolist(), due.position.tolist(), due.index.tolist(), augmentation_digests(due))
+            for epoch, position, sample, digest in drawn:
+                got, where = found.pop((epoch, position), None), f"step {step}, epoch {epoch}, position {position}"
+                if got is None:
+                    yield f"{where}: sample {sample} was not trained on"
+                elif got[0] != sample and sample not in replaced:
+                    yield f"{where}: must be sample {sample}, got {got[0]}"
+                elif got[0] == sample and got[1] != digest:
+                    yield f"{where}: sample {sample} was augmented otherwise"
+            yield from (f"sample {sample} of {where} is not of step {step}" for where, (sample, _) in found.items())
 
 
 def read_rows(run: Path) -> list[Row]:
@@ -237,18 +191,27 @@ def read_rows(run: Path) -> list[Row]:
     return [row for line in Tail(run / METRICS).lines() if (row := parse_row(line))]
 
 
-def _places(logs: list[Path]) -> dict[int, list[tuple[int, int]]]:
-    """Step -> where its lines are, (number of the file, first byte) each: those of the last start that took the step."""
-    places: dict[int, tuple[int, list[tuple[int, int]]]] = {}
-    for number, path in enumerate(logs):
+def _places(logs: list[Path]) -> dict[int, list[tuple[Path, int]]]:
+    """Step -> file and first byte of each rank's line, of the last start that took the step."""
+    places: dict[int, dict[tuple[int, Path], int]] = defaultdict(dict)
+    for path in logs:
         at = 0
         with open(path, "rb") as file:
             for line in file:
-                row = parse_row(line)
-                if row and is_count(start := row.get("start")):
-                    before = places.get(row["step"], (0, []))
-                    if start >= before[0]:
-                        kept = [each for each in before[1] if each[0] != number] if start == before[0] else []
-                        places[row["step"]] = (start, [*kept, (number, at)])
+                if (row := parse_row(line)) and is_count(start := row.get("start")):
+                    places[row["step"]][start, path] = at
                 at += len(line)
-    return {step: lines for step, (_, lines) in places.items()}
+    return {
+        step: [(path, at) for (start, path), at in lines.items() if start == max(lines)[0]] for step, lines in places.items()
+    }
+
+
+def _logged(path: Path, place: int) -> dict[tuple[int, int], tuple[int, str]]:
+    """Epoch and position -> sample and digest of its draws, of a line of a sample log; empty if it is damaged."""
+    with open(path, "rb") as file:
+        file.seek(place)
+        row = parse_row(file.readline()) or {}
+    try:
+        return dict(zip(zip(row["epoch"], row["position"]), zip(row["sample"], row["augmentation"])))
+    except (KeyError, TypeError):
+        return {}

@@ -24,7 +24,7 @@ from pipeline.errors import UserError, counted
 from pipeline.files import replace_text
 from pipeline.runs import CONFIG
 from pipeline.runs.files import RunFiles
-from pipeline.runs.rows import Row, kind_of
+from pipeline.runs.rows import Row, is_count, kind_of
 
 # Columns that tell how fast a step was, or where, not what it computed.
 _OF_TIME = ("time", "data_wait", "images_per_second", "mfu", "memory_gib", "peak_memory_gib", "store_", "upload_", "seconds")
@@ -52,7 +52,7 @@ class Replay:
     """What a window gave."""
 
     window: Window
-    exact: bool  # whether every number has to be the same
+    exact: bool = False  # whether every number has to be the same
     seconds: float = 0.0
     compared: dict[str, int] = field(default_factory=dict)  # kind -> how many were compared
     largest: dict[str, tuple[float, str]] = field(default_factory=dict)  # kind -> relative difference, of what
@@ -76,32 +76,38 @@ class Replay:
 
 
 def choose(records: Records, count: int, longest: int, steps: Sequence[int], processes: int | None) -> list[Window]:
-    """Windows that can be trained again: around ``steps``, or the run's last one and others at random. Raises UserError: there is
-    no checkpoint, nor the beginning, before one of ``steps``."""
-    known = [0, *records.manifests]
-    starts = [(row["step"], row.get("world_size", 1)) for row in records.files.events if row.get("event") == "start"]
+    """Windows that can be trained again: those with ``steps``, or the run's last one and others at random. Raises UserError: one of
+    ``steps`` is not in any."""
+    known = [0, *(step for step in records.manifests if step not in records.damaged)]
+    starts = [row for row in records.files.events if row.get("event") == "start" and is_count(row.get("world_size"))]
     end = max(records.steps, default=0)
 
     def window(first: int) -> Window:
-        """From a checkpoint to the next one, or to the next start, whose world size may be another."""
-        size = next((size for step, size in reversed(starts) if step <= first), 1)
-        ends = [step for step in (*known, *(step for step, _ in starts), end) if step > first]
-        return Window(first, min(first + longest, min(ends)), processes or size)
+        """From a checkpoint to the next one, or to a start with another number of processes."""
+        size = next((row["world_size"] for row in reversed(starts) if row["step"] <= first), 1)
+        moved = [row["step"] for row in starts if row["world_size"] != size and not processes]
+        return Window(first, min(step for step in (*known, *moved, end, first + longest) if step > first), processes or size)
 
-    if steps:
-        wrong = [step for step in steps if not 0 < step <= end]
-        if wrong:
-            raise UserError(f"--steps must be steps of the run, 1 to {end}, got {wrong[0]}", "correct it")
-        return [window(first) for first in sorted({max(at for at in known if at < step) for step in steps})]
     before = [first for first in known if first < end]
-    chosen = {*before[-1:], *random.sample(before, min(count, len(before)))}
-    return [window(first) for first in sorted(chosen, reverse=True)[:count][::-1]]
+    for step in steps:
+        first = max((at for at in before if at < step), default=0)
+        if not 0 < step <= end or window(first).last < step:
+            got = f"got {step}: after step {first}, those to {window(first).last} can be" if 0 < step <= end else f"got {step}"
+            raise UserError(
+                f"--steps must be steps of the run, 1 to {end}, that can be trained again, {got}",
+                "set --processes or --longest",
+            )
+    if steps:
+        return [window(first) for first in sorted({max(at for at in before if at < step) for step in steps})]
+    others = random.sample(before[:-1], min(count - 1, len(before) - 1)) if count > 1 and before else []
+    return [window(first) for first in sorted([*others, *before[-1:]])] if count else []
 
 
-def train_again(records: Records, window: Window, folder: Path, within: bool) -> tuple[Path, bool]:
-    """Train a window in an empty folder; the new run's folder, and whether its numbers must be the run's. Raises UserError: the
-    training fails."""
-    config, run = records.config_of(window.last), folder / "run"
+def train_again(records: Records, replay: Replay, folder: Path, within: bool) -> Path:
+    """Train a window in an empty folder, and settle whether its numbers must be the run's; returns the new run's folder. Raises
+    UserError: the training fails."""
+    window, run = replay.window, folder / "run"
+    config = records.config_of(window.last)
     if window.first:
         copy = step_folder(run, window.first)
         copy.parent.mkdir(parents=True)
@@ -131,7 +137,8 @@ def train_again(records: Records, window: Window, folder: Path, within: bool) ->
     )
     alike = all(before.get(key) == start[key] for key in ("device", "packages", "world_size", "micro_batch_size"))
     fixed = start["device"] == "cpu" or config.train.deterministic or not alike
-    return run, alike and fixed and not within
+    replay.exact = alike and fixed and not within
+    return run
 
 
 def compare(records: Records, run: Path, replay: Replay) -> None:
