@@ -13,7 +13,7 @@ from pipeline.checkpoint.folder import saved_steps, set_aside, step_folder
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OtherFormat, RunState, find_damage
 from pipeline.checkpoint.parts import EMA, EMA_BUFFER, WEIGHT, Entry, SliceReader, find_gaps, find_not_finite, read_headers
 from pipeline.checkpoint.rank_slices import rank_slices, read_scalars, saved_buffers
-from pipeline.cluster.agreement import do_in_main, raise_on_all
+from pipeline.cluster.agreement import do_in_main, do_on_all
 from pipeline.cluster.world import World
 from pipeline.errors import UserError
 from pipeline.optim.averages import WeightAverage
@@ -90,20 +90,18 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
     while not folder.is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)
     mine = manifest.files[world.rank :: world.size]
-    damage: list[str] = []
-    entries: list[Entry] = []
-    refusal: UserError | None = None
-    try:
-        damage = find_damage(folder, mine)
-        if not damage:  # a damaged file's header cannot be trusted
-            entries = read_headers(folder, mine)
-            damage = find_not_finite(folder, mine)
-    except SafetensorError as error:
-        damage = [f"{folder} has a file that is not a safetensors file ({error})"]
-    except OSError as error:
-        refusal = _unreadable(error)
-    raise_on_all(refusal, world)
-    found = world.gather([damage, entries])
+
+    def read_mine() -> tuple[list[str], list[Entry]]:
+        try:
+            if damage := find_damage(folder, mine):  # a damaged file's header cannot be trusted
+                return damage, []
+            return find_not_finite(folder, mine), read_headers(folder, mine)
+        except SafetensorError as error:
+            return [f"{folder} has a file that is not a safetensors file ({error})"], []
+        except OSError as error:
+            raise _unreadable(error) from None
+
+    found = world.gather(do_on_all(read_mine, world))
     if problems := {sentence for sentences, _ in found for sentence in sentences}:
         return None, sorted(problems)
     entries = [Entry(*fields) for _, rows in found for fields in rows]
@@ -127,15 +125,18 @@ def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: W
     """
     if verified.manifest.optimizer_state:
         create_state(engine)
-    refusal = None
-    try:
-        _read(engine, SliceReader(verified.folder, verified.entries), ema)
-    except (KeyError, RuntimeError) as error:  # a slice or buffer that is missing, or of another shape
-        problem = f"{verified.folder} is of another model or optimizer ({error.args[0]})"
-        refusal = UserError(problem, "choose another output_dir")
-    except (SafetensorError, OSError) as error:
-        refusal = UserError(f"{verified.folder} can no longer be read ({error})", "check its file system, then start again")
-    raise_on_all(refusal, world)
+
+    def read() -> None:
+        try:
+            _read(engine, SliceReader(verified.folder, verified.entries), ema)
+        except (KeyError, RuntimeError) as error:  # a slice or buffer that is missing, or of another shape
+            problem = f"{verified.folder} is of another model or optimizer ({error.args[0]})"
+            raise UserError(problem, "choose another output_dir") from None
+        except (SafetensorError, OSError) as error:
+            problem = f"{verified.folder} can no longer be read ({error})"
+            raise UserError(problem, "check its file system, then start again") from None
+
+    do_on_all(read, world)
     engine.empty_partition_cache()
 
 

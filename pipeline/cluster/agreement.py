@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,18 @@ _RANKS_PER_CALL = 256  # up to which every call of an exchange reaches the other
 
 def do_in_main(action: Callable[[], Result], world: World) -> Result | None:
     """Run an action on rank 0 alone while the others wait; None elsewhere. Its ``UserError`` is raised on every rank. Collective."""
+    return do_on_all(lambda: action() if world.is_main else None, world)
+
+
+def do_on_all(action: Callable[[], Result], world: World) -> Result:
+    """Run an action on every rank. The ``UserError`` of any is raised on all. Collective."""
     result = failure = None
-    if world.is_main:
-        try:
-            result = action()
-        except UserError as error:
-            failure = error
+    try:
+        result = action()
+    except UserError as error:
+        failure = error
     raise_on_all(failure, world)
-    return result
+    return cast(Result, result)
 
 
 def raise_on_all(error: UserError | None, world: World) -> None:

@@ -17,7 +17,7 @@ from pipeline.checkpoint import loading
 from pipeline.checkpoint.loading import Verified
 from pipeline.checkpoint.manifest import RunState
 from pipeline.checkpoint.weights import read_initial_weights
-from pipeline.cluster.agreement import do_in_main
+from pipeline.cluster.agreement import do_in_main, do_on_all
 from pipeline.cluster.world import World
 from pipeline.config import AUTO, Config, accumulation_steps, fitting_micro_batches
 from pipeline.errors import UserError, first_line
@@ -162,7 +162,7 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
         place, of_timm = config.train.init_from, is_timm(config.train.init_from)
         if of_timm:  # one rank downloads; the others find it in the cache, or are on another node
             do_in_main(lambda: weights_folder(place), world)
-        initial = read_initial_weights(weights_folder(place) if of_timm else Path(place))
+        initial = do_on_all(lambda: read_initial_weights(weights_folder(place) if of_timm else Path(place)), world)
         said = load_pretrained(model, initial.weights, source, initial.classes, classes)
         for sentence in (f"{initial.what} of {place}", *said):
             say_once(world, f"init_from: {sentence}")

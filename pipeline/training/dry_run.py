@@ -16,7 +16,7 @@ import torch
 
 from pipeline.checkpoint.folder import FOLDER
 from pipeline.checkpoint.rank_slices import saved_tensors
-from pipeline.cluster.agreement import do_in_main, raise_on_all
+from pipeline.cluster.agreement import do_in_main, do_on_all
 from pipeline.cluster.heartbeat import Heartbeat
 from pipeline.cluster.world import World
 from pipeline.config import Config, DataConfig
@@ -49,12 +49,7 @@ def dry_run(config: Config, world: World) -> int:
     check_alone(config, world)
     with Heartbeat(world, config.distributed) as heartbeat, refusals_explained():
         data = start.open_data(cached=False)  # the node's cache, which reading would fill
-        cache, refusal = None, None
-        try:  # on every rank, whose nodes may differ
-            cache = check_cache_room(config.data, (data.train_set, data.val_set))
-        except UserError as error:
-            refusal = error
-        raise_on_all(refusal, world)
+        cache = do_on_all(lambda: check_cache_room(config.data, (data.train_set, data.val_set)), world)  # nodes may differ
         do_in_main(lambda: check_lock(start.folder), world)
         with stage("building the model and the optimizer"):
             prepared = start.prepare(data)

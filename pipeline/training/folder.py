@@ -25,7 +25,7 @@ from typing import Any
 from pipeline.checkpoint.bucket import RunStore
 from pipeline.checkpoint.folder import sweep
 from pipeline.checkpoint.mirror import Mirror
-from pipeline.cluster.agreement import do_in_main, raise_on_all
+from pipeline.cluster.agreement import do_in_main, do_on_all
 from pipeline.cluster.environment import job_name
 from pipeline.cluster.world import World
 from pipeline.config import AUTO, Config, flatten, is_free
@@ -138,15 +138,14 @@ def open_mirror(config: Config, world: World, lock: RunLock | None) -> Mirror | 
     shared = lock is not None or (folder / LOCK).is_file() and (folder / LOCK).read_text() == record
     places = world.gather([shared, socket.gethostname(), str(folder.resolve())])
     leads = lock is not None or not shared and places.index(places[world.rank]) == world.rank
-    refusal = None
-    if leads and not lock:  # the first rank of a node with a folder of its own
-        try:
-            sweep(folder)
-            if newest := store.newest(store.store.objects()):
-                store.fetch_checkpoint(newest, folder)
-        except UserError as error:
-            refusal = error
-    raise_on_all(refusal, world)
+
+    def fetch() -> None:
+        sweep(folder)
+        if newest := store.newest(store.store.objects()):
+            store.fetch_checkpoint(newest, folder)
+
+    # By the first rank of each node with a folder of its own.
+    do_on_all(lambda: fetch() if leads and not lock else None, world)
     return Mirror(folder, store, taken, leads, apart=not all(shared for shared, *_ in places))
 
 
