@@ -124,6 +124,8 @@ class Records:
 
     def code(self) -> Iterator[str]:
         yield f"{counted(len(self.files.starts), 'start')} with the code and the packages here"
+        known = {found.problem for found in self.files.checkpoints}
+        yield from (problem for problem in self.files.problems if problem not in known)  # of environment.json and others
         here = code_version(self.config)
         here |= here.pop("packages")
         for number, start in enumerate(self.files.starts, 1):

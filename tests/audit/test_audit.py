@@ -137,11 +137,12 @@ def forge_weights(run: Path) -> None:
     (folder / "checkpoint.json").write_text(manifest.to_text())
 
 
-FORGERIES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+FORGERIES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "row removed": (drop_row, "metrics", "metrics.jsonl has no row of step 3"),
     "learning rate": (lambda run: change_row(run, "lr", 1e-9), "metrics", "metrics.jsonl: lr of step 5 must be"),
     "config": (change_config, "config", "optim.weight_decay is 0.05 in the checkpoint of step 8, but 0.04 in config.yaml"),
     "code": (change_version, "code", f"git_commit of start 2 is {'0' * 40}, here "),
+    "history": (lambda run: (run / "environment.json").write_text("["), "code", "environment.json is damaged"),
     "sample": (change_sample, "samples", "step 8, epoch 0, position"),
     "bit": (flip_bit, "checkpoints", "part-00000.safetensors was changed after it was written"),
     "loss": (lambda run: change_row(run, "loss", 1e-7), "trained again", "loss of step 5 is "),
