@@ -20,7 +20,7 @@ from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.parts import BUFFER, EMA, WEIGHT, SliceReader, read_headers
 from pipeline.command_line import python_command
 from pipeline.config import config_to_yaml, fitting_micro_batches
-from pipeline.errors import UserError, counted
+from pipeline.errors import UserError, counted, first_line
 from pipeline.files import replace_text
 from pipeline.runs import CONFIG
 from pipeline.runs.files import RunFiles
@@ -68,7 +68,7 @@ class Replay:
 
     def note(self, kind: str, name: str, gap: float, bound: float, problem: str) -> None:
         """Count something that was compared, keep the largest difference, and note a problem if it is above ``bound``."""
-        if gap > (0.0 if self.exact else bound):
+        if not gap <= (0.0 if self.exact else bound):  # NaN is a difference
             self.problems.append(f"{name} {problem} when it is trained again")
         self.compared[kind] = self.compared.get(kind, 0) + 1
         if gap > self.largest.get(kind, (-1.0, ""))[0]:
@@ -158,8 +158,11 @@ def compare(records: Records, run: Path, replay: Replay) -> None:
                     name = f"{key} of step {step}" + f" ({kind})" * (kind != "step")
                     problem = f"is {was[key]} in the run, but {row[key]}"
                     replay.note("metrics", name, _difference(was[key], row[key]), bound, problem)
-    if last in records.manifests:
-        _compare_tensors(step_folder(records.files.path, last), step_folder(run, last), replay)
+    if last in records.manifests and last not in records.damaged:
+        try:
+            _compare_tensors(step_folder(records.files.path, last), step_folder(run, last), replay)
+        except (KeyError, RuntimeError) as error:  # a tensor that is missing, or of another shape
+            replay.problems.append(f"the checkpoint of step {last} is of another model or optimizer ({first_line(error)})")
 
 
 def _by_place(rows: list[Row]) -> dict[tuple[int, str], Row]:
@@ -173,7 +176,7 @@ def _compare_tensors(of_run: Path, of_replay: Path, replay: Replay) -> None:
     squares: dict[str, list[float]] = {}  # name -> sums of squares: of the differences, of the run's numbers
     for quantity, name, was, now in _tensors(of_run, of_replay):
         sums = squares.setdefault(f"{quantity} of {name}" if replay.exact else quantity, [0.0, 0.0])
-        sums[0] += float((was.double() - now.double()).square().sum())
+        sums[0] += 0.0 if was.equal(now) else float((was.double() - now.double()).square().sum())
         sums[1] += float(was.double().square().sum())
     steps = replay.window.last - replay.window.first
     for name, (gap, size) in squares.items():
