@@ -1,4 +1,4 @@
-"""Audit a run: compare its records with each other and with its config, and train some of its steps again.
+"""Check that a run is what it says it is: compare its records with each other and with its config, and train some steps again.
 
     pervit audit runs/pervit_t
     pervit audit runs/pervit_t --steps 400,12000 --json audit.json
@@ -39,7 +39,13 @@ def main() -> int:
     add = parser.add_argument
     add("run", type=place_argument, metavar="RUN", help="a run's output_dir")
     add("--steps", type=_steps, default=[], metavar="N,N", help="train the windows again that have these steps")
-    add("--windows", type=int, default=2, metavar="N", help="so many windows, the last and others at random (default: 2)")
+    add(
+        "--windows",
+        type=int,
+        default=2,
+        metavar="N",
+        help="train so many windows again, of which all but the last are drawn (default: 2)",
+    )
     add("--longest", type=int, default=500, metavar="STEPS", help="length of a window at most (default: 500)")
     add("--processes", type=int, metavar="N", help="train on so many processes (default: as the run did)")
     add("--bounds", action="store_true", help="accept differences within the bounds, as of another kind of CPU")
