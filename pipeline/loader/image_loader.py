@@ -132,7 +132,11 @@ class ImageLoader:
         self._threads = share_of_node(ranks)[1]
         opened = partial(open_training_set, mix=config.data.mix) if split == "train" else partial(ShardSet, split=split)
         self._opened = partial(opened, config.data.path, readers=ranks)
-        self._shards: ShardSet | MixedSet | None = (shards := self._opened(cache=cache_of(config.data)))
+        try:
+            shards = self._opened(cache=cache_of(config.data))
+        except UserError as error:
+            raise UserError(str(error).replace("data.path", "path")) from None  # as the argument is called
+        self._shards: ShardSet | MixedSet | None = shards
         self._transform, self._mixed_targets = transform, mixed_targets
         self.classes, self.bad_samples = shards.class_names, dict[int, str]()
         self._bad = BadSamples(shards, config.data.max_bad_samples)

@@ -313,6 +313,8 @@ def test_a_wrong_setting_is_one_sentence(options: dict, said: str, digits_shards
     with pytest.raises(UserError) as error:
         ImageLoader(digits_shards, **{**SMALL, "augment": {}, **options})
     assert said in str(error.value)
+    with pytest.raises(UserError, match="shard folder /nowhere does not exist: set path to the folder"):
+        ImageLoader("/nowhere", **SMALL)
 
 
 def test_a_state_of_another_loader_is_refused(digits_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
