@@ -98,8 +98,10 @@ coverage: install   ## how much of the code the tests run, in the processes that
 	$(BIN)/coverage report
 
 # It prints the tables of docs/results/recovery.md.
-soak: install   ## fault tests with random kills, 40 minutes or more
+KILLS ?= 1000
+soak: install   ## fault tests with random kills, 40 minutes; then KILLS=1000 more, hours, which the same command continues
 	PERVIT_SOAK=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s -m soak tests/faults
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=tests PERVIT_QUIET=1 $(BIN)/python -m faults.soak --folder build/soak --kills $(KILLS)
 
 # With the Python of .venv, else with $(PYTHON): a machine without network has its own packages. docs/install.md
 MINUTES ?= 25

@@ -42,6 +42,7 @@ class Window:
     first: int
     last: int
     processes: int
+    zero_stage: int
 
     def __str__(self) -> str:
         return f"steps {self.first + 1:,} to {self.last:,} on {counted(self.processes, 'process')}"
@@ -79,14 +80,18 @@ def choose(records: Records, count: int, longest: int, steps: Sequence[int], pro
     """Windows that can be trained again: those with ``steps``, or the run's last one and others at random. Raises UserError: one of
     ``steps`` is not in any."""
     known = [0, *(step for step in records.manifests if step not in records.damaged)]
-    starts = [row for row in records.files.events if row.get("event") == "start" and is_count(row.get("world_size"))]
+    keys = ("world_size", "zero_stage")
+    starts = [
+        row for row in records.files.events if row.get("event") == "start" and all(is_count(row.get(key)) for key in keys)
+    ]
     end = max(records.steps, default=0)
 
     def window(first: int) -> Window:
-        """From a checkpoint to the next one, or to a start with another number of processes."""
-        size = next((row["world_size"] for row in reversed(starts) if row["step"] <= first), 1)
-        moved = [row["step"] for row in starts if row["world_size"] != size and not processes]
-        return Window(first, min(step for step in (*known, *moved, end, first + longest) if step > first), processes or size)
+        """From a checkpoint to the next one, or to a start on another number of processes or ZeRO stage."""
+        size, stage = next(([row[key] for key in keys] for row in reversed(starts) if row["step"] <= first), (1, 0))
+        moved = [row["step"] for row in starts if [row[key] for key in keys] != [size, stage] and not processes]
+        last = min(step for step in (*known, *moved, end, first + longest) if step > first)
+        return Window(first, last, processes or size, stage)
 
     before = [first for first in known if first < end]
     for step in steps:
@@ -118,6 +123,7 @@ def train_again(records: Records, replay: Replay, folder: Path, within: bool) ->
         "data.path": records.config.data.path,
         "data.cache": records.config.data.cache,
         "train.max_steps": window.last,
+        "train.zero_stage": window.zero_stage,
         "train.micro_batch_size": max(size for size in micro if size <= config.train.micro_batch),
         "eval.analyses": False,
         "log.samples": False,
