@@ -8,11 +8,9 @@ as in the model. With iRPE, Φc = exp(Q Kᵀ), Φp = exp(R) of its scores R, whi
 (Appendix D, footnote 14). Ω and Ψ are taken of each image and averaged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +18,13 @@ from torch import Tensor
 from pipeline.analysis.chapter import Chapter, Example, Findings, Plot, Request, figure
 from pipeline.analysis.maps import map_figure, overlay_grid
 from pipeline.analysis.measures import AttentionDistance, PhiMeasures, QueryMaps, patches_per_unit
-from pipeline.analysis.style import layer_plot, layer_plots, numbers, patches_beside
+from pipeline.analysis.style import Figure, layer_plot, layer_plots, numbers, patches_beside
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import patch_grid
 from pipeline.models.convit import ConViT
 from pipeline.models.deit import DeiT, DeiT3
 from pipeline.models.pervit.model import PerViT
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-OMEGA_UNIT = "[layer][head], coordinates of [-1, 1]; times patches_per_unit: nonlocality_in_patches"
-IMPACT_UNIT = "[layer][head], no unit; null: infinite, both attentions are equal"
 _MAPS = "[layer][head][row][column], attention of the query to each patch; with the class token's share a row sums to 1"
 _DIGITS = 6  # significant, of maps in analysis.json
 
@@ -59,10 +52,18 @@ class GridChapter(Chapter):
     def measure_omega(self, findings: Findings, omega: dict[str, Tensor]) -> None:
         """Record Ω, (layers, heads) by the attention's name, in the unit of PerViT's figures, and in patches beside it."""
         per_unit = patches_per_unit(self.grid[0])
+        unit = "[layer][head], coordinates of [-1, 1]; times patches_per_unit: nonlocality_in_patches"
         findings.measure("patches_per_unit", per_unit, "patches in the unit of nonlocality, (rows - 1) / 2")
         for name, values in omega.items():
-            findings.measure(f"nonlocality.{name}", values, OMEGA_UNIT)
+            findings.measure(f"nonlocality.{name}", values, unit)
             findings.measure(f"nonlocality_in_patches.{name}", values * per_unit, "[layer][head], patches")
+
+    def measure_impact(self, findings: Findings, seen: PhiMeasures) -> dict[str, Tensor]:
+        """Record Ψ of Φp and Φc, (layers, heads) by the attention's name; returns it."""
+        psi = {"phi_p": seen.mean("psi_p"), "phi_c": seen.mean("psi_c")}
+        for name, values in psi.items():
+            findings.measure(f"impact.{name}", values, "[layer][head], no unit; null: infinite, both attentions are equal")
+        return psi
 
     def query_row(self, attention: Tensor) -> Tensor:
         """The query's attention to the patches, (..., M, M) -> (..., rows, columns); what comes before the patches is left out."""
@@ -127,10 +128,9 @@ class DeiTChapter(GridChapter):
         """Nothing is said of Ψ of a model that has no second attention, and of Φp, Ω and Ψ of one that PerViT's chapters measure."""
         measured_there = self.model.phi_design is not None and name in ("nonlocality", "impact", "phi_p")
         if name == "phi_p" and not measured_there and not self.model.relative_position:
-            cpvt = "Its positions come from convolutions of the tokens (CPVT), which weigh no pairs of patches."
-            return (
-                cpvt if len(self.model.position_generators) else "Its positions are added to the tokens, and give no attention."
-            )
+            if len(self.model.position_generators):
+                return "Its positions come from convolutions of the tokens (CPVT), which weigh no pairs of patches."
+            return "Its positions are added to the tokens, and give no attention."
         return "" if measured_there or (name == "impact" and not self.model.relative_position) else None
 
     @figure("nonlocality", "Nonlocality", "PerViT, Eq. 13, Appendix D and Fig. S4, left", "images")
@@ -147,9 +147,7 @@ class DeiTChapter(GridChapter):
 
     @figure("impact", "Impact of content and position", "PerViT, Eq. 12, Appendix D and Fig. S4, middle and right", "images")
     def _impact(self, findings: Findings) -> Plot:
-        psi = {name: self._measures.mean(f"psi_{name[-1]}") for name in ("phi_p", "phi_c")}
-        for name, values in psi.items():
-            findings.measure(f"impact.{name}", values, IMPACT_UNIT)
+        psi = self.measure_impact(findings, self._measures)
         panels = {"Content, $\\Psi_c$": psi["phi_c"], "Position (iRPE), $\\Psi_p$": psi["phi_p"]}
         return Plot(
             "Ψ of each head: the inverse of the Frobenius distance of the attention by content alone (above), or by position alone "

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
 from pipeline.analysis.measures import Collector, plain
+from pipeline.analysis.style import Figure
 from pipeline.models.common.base import VisionModel
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NO_IMAGES = "It needs images: pass --data."
 _AnyCollector = TypeVar("_AnyCollector", bound=Collector)

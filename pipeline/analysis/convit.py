@@ -4,10 +4,8 @@ How far heads look (Eq. 8; Fig. 5 and 13) is in :mod:`pipeline.analysis.attentio
 self-attention (GPSA) have no class token; the attention that the others pay to it is not shown, as in the paper.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +14,12 @@ from pipeline.analysis.attention import GridChapter
 from pipeline.analysis.chapter import Example, Findings, Plot, Request, figure
 from pipeline.analysis.maps import map_figure
 from pipeline.analysis.measures import QueryMaps, mean_attention_distance, query_key_distances
-from pipeline.analysis.style import layer_plot, numbers
+from pipeline.analysis.style import Figure, layer_plot, numbers
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import ViTLayout
 from pipeline.models.convit import ConViT, ConViTSwitches, PositionalSelfAttention, relative_positions
 from pipeline.models.convit import GatedPositionalSelfAttention as GatedAttention
 from pipeline.page import RED
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LOCALITY_STRENGTHS = (0.1, 0.3, 1.0, 3.0)  # α of the initial maps that are shown; 1 is the paper's choice
 _DIGITS = 4  # significant digits of maps in analysis.json

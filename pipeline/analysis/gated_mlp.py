@@ -5,11 +5,9 @@ share it, and a token of stage i is a patch of 4 · 2^(i-1) pixels. With shifted
 has the same map without the pairs that the border separates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +15,11 @@ from torch import Tensor
 from pipeline.analysis.chapter import Chapter, Findings, Plot, Request, figure
 from pipeline.analysis.gated_mixing import SINGULAR, MixingLayer, covariance_gain, mixing_layers, spread, token_mixing_distance
 from pipeline.analysis.maps import ATTENTION, DIVERGING, map_figure
-from pipeline.analysis.style import layer_plot, legend_beside, new_figure
+from pipeline.analysis.style import Figure, layer_plot, legend_beside, new_figure
 from pipeline.models.gated_mlp.gmlp import GMLP
 from pipeline.models.gated_mlp.posmlp import PosMLP
 from pipeline.models.gated_mlp.token_mixing import GaussianMap
 from pipeline.page import COLOURS, RED
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NO_FIGURE = "PosMLP has no such figure; the measure is that of ConViT, Fig. 5"
 
@@ -61,32 +56,26 @@ class GatedMLPChapter(Chapter):
         rows = [layer.maps[chosen, layer.index(self.request.query)] for layer, chosen in zip(shown, groups)]  # (chosen, N) each
         maps = [of_layer.unflatten(-1, (layer.window, layer.window)) for layer, of_layer in zip(shown, rows)]
         numbers = [[i + 1 for i in chosen] for chosen in groups]
-        for name, value, unit in (
-            ("layers", [layer.number for layer in shown], "[shown layer], from 1"),
-            ("groups", numbers, "[shown layer][shown group], from 1"),
-            (
-                "queries",
-                [layer.query(self.request.query) for layer in shown],
-                "[shown layer][row, column of the query in the window]",
-            ),
-            ("weights", [_rounded(of_layer) for of_layer in maps], "[shown layer][shown group][row][column of the key]"),
-        ):
-            findings.measure(f"token_mixing_maps.{name}", value, unit)
+        queries, weights = [layer.query(self.request.query) for layer in shown], list(map(_rounded, maps))
+        findings.measure("token_mixing_maps.layers", [layer.number for layer in shown], "[shown layer], from 1")
+        findings.measure("token_mixing_maps.groups", numbers, "[shown layer][shown group], from 1")
+        findings.measure("token_mixing_maps.queries", queries, "[shown layer][row, column of the query in the window]")
+        findings.measure("token_mixing_maps.weights", weights, "[shown layer][shown group][row][column of the key]")
         return Plot(
             "Weights with which the tokens of a window are summed into the framed query, by layer and channel group "
             f"(model.switches.mixing: {self._mixing}). Each map is divided by its largest {'magnitude' if self._signed else 'weight'}, so "
             f"that colours show shape and not size. {self._windows()}",
-            partial(self._mixing_maps, shown, maps, numbers),
+            partial(self._mixing_maps, shown, maps, numbers, queries),
         )
 
     def _some(self, count: int) -> list[MixingLayer]:
         return [self._layers[i] for i in spread(len(self._layers), count)]
 
-    def _mixing_maps(self, shown: list[MixingLayer], maps: list[Tensor], groups: list[list[int]]) -> Figure:
+    def _mixing_maps(self, shown: list[MixingLayer], maps: list[Tensor], groups: list[list[int]], queries: list) -> Figure:
         """PosMLP, Fig. 4: a row per layer, a column per channel group; with one group, layer after layer (Fig. 1d)."""
         label = f"weight / largest {'magnitude' if self._signed else 'weight'}"
         drawing: dict[str, Any] = {"limits": (-1.0, 1.0), "colors": DIVERGING} if self._signed else {"limits": (0.0, 1.0)}
-        labels, queries = [layer.label for layer in shown], [layer.query(self.request.query) for layer in shown]
+        labels = [layer.label for layer in shown]
         shares = [of_layer / of_layer.abs().amax((1, 2), keepdim=True).clamp_min(1e-300) for of_layer in maps]
         if max(map(len, maps)) == 1:
             titles = [f"layer {layer}" for layer in labels]
@@ -129,12 +118,9 @@ class GatedMLPChapter(Chapter):
         parts = [layer.parts() for layer in shown]
         rows = [layer.index(self.request.query) for layer in shown]
         weights = [{name: _rounded(part[row]) for name, part in of_layer.items()} for of_layer, row in zip(parts, rows)]
-        for name, value, unit in (
-            ("layers", [layer.number for layer in shown], "[shown layer], from 1"),
-            ("rows", rows, "[shown layer], index of the query, from 0, row by row of the window"),
-            ("weights", weights, "[shown layer]{map}[key]"),
-        ):
-            findings.measure(f"token_mixing_rows.{name}", value, unit)
+        findings.measure("token_mixing_rows.layers", [layer.number for layer in shown], "[shown layer], from 1")
+        findings.measure("token_mixing_rows.rows", rows, "[shown layer], index of the query, from 0, row by row of the window")
+        findings.measure("token_mixing_rows.weights", weights, "[shown layer]{map}[key]")
         return Plot(
             "Queries down, keys across, both row by row of the window; at the right, the marked row (the query of the maps above) "
             "as a curve over the keys. W has a weight for each pair of tokens and r for each relative position, which repeats along "
@@ -187,13 +173,11 @@ class GatedMLPChapter(Chapter):
         gains = [covariance_gain(gaussian.covariance().detach().cpu()) for gaussian in gaussians]
         left_out = [int(gain.isnan().sum()) for gain in gains]
         centers = [gaussian.centers.detach().double().cpu() * torch.tensor([1.0, -1.0]) for gaussian in gaussians]
-        for name, value, unit in (
-            ("covariance_gain", gains, "[layer][group], 1/patches²; null: left out"),
-            ("covariance_gain_mean", [gain.nanmean() for gain in gains], "[layer], 1/patches²: g(Σ) of Eq. 16"),
-            ("covariance_left_out", left_out, f"[layer], groups with an eigenvalue below {SINGULAR:g}"),
-            ("token_mixing_centers", centers, "[layer][group][right, down], patches: Δ of Eq. 5, from the query"),
-        ):
-            findings.measure(name, value, unit)
+        means = [gain.nanmean() for gain in gains]
+        findings.measure("covariance_gain", gains, "[layer][group], 1/patches²; null: left out")
+        findings.measure("covariance_gain_mean", means, "[layer], 1/patches²: g(Σ) of Eq. 16")
+        findings.measure("covariance_left_out", left_out, f"[layer], groups with an eigenvalue below {SINGULAR:g}")
+        findings.measure("token_mixing_centers", centers, "[layer][group][right, down], patches: Δ of Eq. 5, from the query")
         forms = {"semidefinite": "ΓΓᵀ", "free": "Γ, of which this is the symmetric part", "isotropic": "αI"}
         form = forms[gaussians[0].covariance_form]
         return Plot(

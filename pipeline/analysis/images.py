@@ -40,11 +40,6 @@ def choose(size: int, count: int, seed: int) -> np.ndarray:
     return sample_at(np.arange(min(count, size)), 0, size, seed, Stream.SUBSET)
 
 
-def chosen_images(split: ShardSet | ImageFolder, count: int, seed: int) -> ChosenImages:
-    """The images of the pass, see :func:`choose`, in the order of the split, in which reading is fastest."""
-    return ChosenImages(split, np.sort(choose(len(split), count, seed)))
-
-
 def example_numbers(split: ShardSet | ImageFolder, keys: Sequence[str], count: int, seed: int) -> np.ndarray:
     """Sample numbers of the examples: those with the given keys, or without keys the first ``count`` of :func:`choose`. Raises
     UserError: there is no sample of a key."""

@@ -5,12 +5,10 @@ Weights W_i (Eq. 3) say how much each of the T variants of patch i enters into t
 the patch lies. The paper draws neither; the measures are stated here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +17,12 @@ from torch import Tensor
 from pipeline.analysis.chapter import Chapter, Example, Findings, Plot, Request, figure
 from pipeline.analysis.maps import ATTENTION, map_figure, mark_query, overlay_grid
 from pipeline.analysis.measures import Collector, distances_between, places, query_key_distances
-from pipeline.analysis.style import layer_plot, new_figure, numbers
+from pipeline.analysis.style import Axes, Figure, layer_plot, new_figure, numbers
 from pipeline.models.common.probe import observed
 from pipeline.models.common.windows import Tiling
 from pipeline.models.lsat.blocks import Shift, ShiftEmbedding
 from pipeline.models.lsat.model import LSAT, AnyBlock, grid_side
 from pipeline.models.lsat.table6 import KEY_VALUE_STRIDE, CvTBlock, SwinBlock
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Grid = tuple[int, int]  # (rows, columns) of patches
 _NO_SUCH = "Eq. 3 (the paper has no such figure)"
@@ -111,11 +105,9 @@ class LSATChapter(Chapter):
     def _shift_weights(self, findings: Findings) -> Plot:
         weights = self._attention.mean("weights")[0]  # (heads, N, T)
         findings.measure("shift_weights", weights.mean(1)[None], "[layer][head][shift], share; mean over images and patches")
-        for name, unit in (
-            ("shift_distance", "[layer][head], pixels"),
-            ("used_shifts", "[layer][head], shifts: exp of the entropy of Eq. 3"),
-        ):
-            findings.measure(name, self._attention.mean(name), unit)
+        used = self._attention.mean("used_shifts")
+        findings.measure("shift_distance", self._attention.mean("shift_distance"), "[layer][head], pixels")
+        findings.measure("used_shifts", used, "[layer][head], shifts: exp of the entropy of Eq. 3")
         return Plot(
             "Weight of each variant in local attention (Eq. 3), mean over images and patches, one panel per head of the only local "
             "layer. A square stands where the variant's patch lies, in pixels from the unshifted one, which is framed; equal "
@@ -145,12 +137,11 @@ class LSATChapter(Chapter):
         offsets = [(of_image @ -shifts.double() - equal).unflatten(1, self._grid) for of_image in weights]
         # (heads, rows, columns, 2) each
         patch = "[head][row][column of the patch][down, right], pixels from where equal weights look"
-        for name, value, unit in (
-            ("keys", [example.key for example in examples], "[example]"),
-            ("offsets", [of_image.round(decimals=4) for of_image in offsets], f"[example]{patch}"),
-            ("weights", self._first.round(decimals=6), "[head][shift][row][column of the patch] of the first example, share"),
-        ):
-            findings.measure(f"shift_examples.{name}", value, unit)
+        unit = "[head][shift][row][column of the patch] of the first example, share"
+        rounded = [of_image.round(decimals=4) for of_image in offsets]
+        findings.measure("shift_examples.keys", [example.key for example in examples], "[example]")
+        findings.measure("shift_examples.offsets", rounded, f"[example]{patch}")
+        findings.measure("shift_examples.weights", self._first.round(decimals=6), unit)
         return Plot(
             "Mean place of a patch's variants by their weights, from the place that equal weights would give "
             f"({equal[0]:+.2f} pixels down, {equal[1]:+.2f} right of the patch), one column per head. Arrows point there, all at one "
@@ -160,11 +151,13 @@ class LSATChapter(Chapter):
 
     @figure("shift_weights_on_image", "Weights of the shifted variants on an image", f"LSAT, {_NO_SUCH}", "examples")
     def _on_image(self, findings: Findings) -> Plot:
-        example = self.request.examples[0]
+        example, limits = self.request.examples[0], (float(self._first.min()), float(self._first.max()))
+        names, variants = [f"head {head}" for head in numbers(len(self._first[:6]))], list(map(place_name, self._shifts))
+        drawing: dict[str, Any] = {"limits": limits, "label": "weight", "cell": 0.66}
         return Plot(
             f"Weight of every variant (columns, named by where its patch lies: pixels down, right) at every patch of {example.key}, "
             f"by head. At each patch the weights of a row sum to 1; equal weights would be {self._equal}.",
-            partial(_weights_on_image, example, self._first, self._shifts),
+            partial(overlay_grid, [example.pixels] * len(names), self._first[:6], names, variants, **drawing),
         )
 
     @torch.no_grad()
@@ -191,23 +184,15 @@ class LSATChapter(Chapter):
             found.append(self._attention.mean(f"distance_{layer}")[0])
             pairs, queries = pair_distances(*self._blocks[layer])
             equal.append(pairs[queries].mean().item())
-        for name, value, unit in (
-            ("", found, "[layer][head], patches of the level; null: the local layer"),
-            ("_uniform", equal, "[layer], patches of the level: of equal weights over all keys; null: the local layer"),
-            ("_levels", self._levels, "[layer], from 1"),
-        ):
-            findings.measure(f"mean_attention_distance{name}", value, unit)
+        unit = "[layer], patches of the level: of equal weights over all keys; null: the local layer"
+        findings.measure("mean_attention_distance", found, "[layer][head], patches of the level; null: the local layer")
+        findings.measure("mean_attention_distance_uniform", equal, unit)
+        findings.measure("mean_attention_distance_levels", self._levels, "[layer], from 1")
+        drawing: dict[str, Any] = {"dashed": ("equal attention", equal), "stages": self._levels, "word": "level"}
         return Plot(
             "Mean distance between a query and what it attends to (ConViT, Eq. 8), in patches of the level, whose side doubles from one "
             "to the next. One bar per head; the dashed line is equal attention to all keys.",
-            partial(
-                layer_plot,
-                found,
-                "mean distance, patches",
-                dashed=("equal attention", equal),
-                stages=self._levels,
-                word="level",
-            ),
+            partial(layer_plot, found, "mean distance, patches", **drawing),
         )
 
 
@@ -278,10 +263,3 @@ def _arrows(axes: Axes, offsets: Tensor, size: int, longest: float) -> None:
     scale = longest / (0.9 * block * size / rows)  # the longest arrow is as long as its block
     look = {"color": "white", "angles": "xy", "scale_units": "xy", "pivot": "mid", "width": 0.011}
     axes.quiver(x, y, right, down, **look, scale=scale)
-
-
-def _weights_on_image(example: Example, weights: Tensor, shifts: Tensor) -> Figure:
-    """An image, and on it each variant's weights by head. Args: weights: (heads, T, rows, columns); shifts: (T, 2)."""
-    limits, names = (float(weights.min()), float(weights.max())), [f"head {head}" for head in numbers(min(len(weights), 6))]
-    images, variants = [example.pixels] * len(names), list(map(place_name, shifts))
-    return overlay_grid(images, weights[:6], names, variants, limits=limits, label="weight", cell=0.66)

@@ -1,19 +1,12 @@
 """Draw maps in rows and columns, and attention on images. Maps are square: NumPy arrays or tensors on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from pipeline.analysis.style import new_figure
+from pipeline.analysis.style import Axes, Figure, new_figure
 from pipeline.page import RED
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
 
 ATTENTION, DIVERGING = "viridis", "RdBu_r"  # colours of attention, low to high; of values around 0
 Query = tuple[int, int]  # (row, column) of a patch
@@ -64,7 +57,7 @@ def draw_maps(
     note_colors: Sequence[Sequence[Any]] = (),
     apart: Collection[int] = (),
     **drawing: Any,
-) -> AxesImage:
+) -> Any:
     """Show maps in rows and columns of one axes. Smaller maps are drawn as large as the largest.
 
     Args:

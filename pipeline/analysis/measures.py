@@ -11,8 +11,6 @@ maximum), as in the authors' code and as Appendix D says ("the input to the expo
 in the layer's output, but not in a measure of Φc or Φa.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -5,27 +5,21 @@ and which part of the visual field each layer sees (Eq. 11 and 36 to 38; Fig. 5)
 of Ωc, Ωa and Ψc ("averaged over all test samples"). Of Ψp it does not, but Ψp too compares with Φa, which depends on the image.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pipeline.analysis import measures
-from pipeline.analysis.attention import IMPACT_UNIT, GridChapter
+from pipeline.analysis.attention import GridChapter
 from pipeline.analysis.chapter import NO_IMAGES, Findings, Plot, Request, figure
-from pipeline.analysis.style import layer_plots, legend_beside, new_figure, patches_beside
+from pipeline.analysis.style import Figure, layer_plots, legend_beside, new_figure, patches_beside
 from pipeline.models.common.base import VisionModel
 from pipeline.models.pervit.model import PerViT
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.page import BLUE, GREEN, ORANGE, PINK
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 OMEGA = {"phi_p": "$\\Omega_p$", "phi_c": "$\\Omega_c$", "attention": "$\\Omega_a$"}
 _PSI = {"phi_p": "$\\Psi_p$", "phi_c": "$\\Psi_c$"}
@@ -133,9 +127,7 @@ class PerViTChapter(PeripheralChapter):
 
     @figure("impact", "Impact", "PerViT, Fig. 7 and S15", "images")
     def _impact(self, findings: Findings) -> Plot:
-        psi = {name: self._measures.mean(f"psi_{name[-1]}") for name in _PSI}
-        for name, values in psi.items():
-            findings.measure(f"impact.{name}", values, IMPACT_UNIT)
+        psi = self.measure_impact(findings, self._measures)
         equal = " A head without a bar has an infinite impact: both attentions are equal."
         some = not all(bool(values.isfinite().all()) for values in psi.values())
         return Plot(
@@ -206,14 +198,12 @@ class RegionsChapter(PeripheralChapter):
         nowhere = f" On this grid no two tokens are at a {' or '.join(empty)} distance." if empty else ""
         order = "|".join(measures.REGIONS)
         named = [[measures.REGIONS[head] for head in layer] for layer in regions.tolist()]
-        for name, value, unit in (
-            ("regions", named, f"[layer][head] of {order}"),
-            ("region_scores", scores, f"[layer][head][{order}], attention in the region, mean over all pairs"),
-            ("region_radii", radii, f"[{order}], outer radius in patches"),
-            ("region_counts.by_layer", counts, f"[layer][{order}], heads and {others} other layers, which count as central"),
-            ("region_counts.model", counts.sum(0), f"[{order}], the sum of region_counts.by_layer"),
-        ):
-            findings.measure(name, value, unit)
+        unit = f"[layer][{order}], heads and {others} other layers, which count as central"
+        findings.measure("regions", named, f"[layer][head] of {order}")
+        findings.measure("region_scores", scores, f"[layer][head][{order}], attention in the region, mean over all pairs")
+        findings.measure("region_radii", radii, f"[{order}], outer radius in patches")
+        findings.measure("region_counts.by_layer", counts, unit)
+        findings.measure("region_counts.model", counts.sum(0), f"[{order}], the sum of region_counts.by_layer")
         return Plot(
             f"Distances from the query, in patches: {', '.join(intervals)}. A head is in the region that gets most of its Φp. As in the "
             f"paper the other layers count as central: {'the 3 x 3 convolution (CPE) and ' if others == 3 else ''}the two linear layers of the MLP in each block. "

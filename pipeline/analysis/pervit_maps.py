@@ -1,11 +1,9 @@
 """PerViT: the learned Φp of one query, all layers and heads (Min et al., NeurIPS 2022, Fig. 4, S6, S7, S9 to S11), Φp at
 initialization (Fig. 2, S1), and Φp, Φc and Φa over images (Fig. 6 and S12 to S14)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from pipeline.analysis.chapter import Example, Findings, Plot, figure
 from pipeline.analysis.maps import ATTENTION, draw_maps, map_figure, show_image, stretched
 from pipeline.analysis.pervit import NO_PHI_C, NO_PHI_P, PHI, PeripheralChapter
-from pipeline.analysis.style import new_figure, numbers
+from pipeline.analysis.style import Figure, new_figure, numbers
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import (
     NORM_BIAS,
@@ -24,9 +22,6 @@ from pipeline.models.pervit.position import (
     PhiDesign,
     position_distances,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _REDRAWN = "The start was random and is not kept: it is drawn anew here, its heads in the model's order. "
 

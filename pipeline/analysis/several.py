@@ -2,26 +2,22 @@
 Fig. 5, 10 and 13). It is made of what each model's ``analysis.json`` has, so that a figure here repeats its numbers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pipeline.analysis.chapter import Findings, Plot
 from pipeline.analysis.measures import REGIONS
 from pipeline.analysis.pervit import NAMES, REGION_COLOURS
-from pipeline.analysis.style import legend_beside, new_figure, patches_beside
+from pipeline.analysis.style import Figure, legend_beside, new_figure, patches_beside
 from pipeline.page import COLOURS
 from pipeline.runs import METRICS
 from pipeline.runs.rows import is_number, read_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _MEANS = "A line is the mean of the heads of a layer, one colour for each model."
 _OMEGA = f"in coordinates that go from -1 to 1 over a side. {_MEANS} The axis on the right is in patches where all grids are of one size."
@@ -58,21 +54,32 @@ def compared(results: Mapping[str, dict[str, Any]]) -> Findings:
     found, colors = Findings(), dict(zip(results, COLOURS * 9))
     for name, (title, source, measure, label, caption) in _CURVES.items():
         values = {model: means for model, result in results.items() if (means := _layer_means(result, measure)) is not None}
-        lacking = {model: _reason(results[model], name, measure) for model in results if model not in values}
-        if not values:
-            found.omitted[name] = "No model has it. " + " ".join(f"{model}: {why}" for model, why in lacking.items())
-            continue
-        for model, means in values.items():
-            found.measure(f"{name}.{model}", means, "[layer], mean of the heads")
         units = {result["measures"].get("patches_per_unit") for model, result in results.items() if model in values}
         per_unit = units.pop() if measure.startswith("nonlocality") and len(units) == 1 else None
-        without = "".join(f" Without {model}: {why}" for model, why in lacking.items())
-        found.plots.append(
-            Plot(caption + without, partial(_lines, values, colors, label, per_unit), title, name=name, source=source)
-        )
-    _regions(results, found)
+        plot = Plot(caption, partial(_lines, values, colors, label, per_unit), title, name=name, source=source)
+        _add(found, results, plot, measure, name, values, "[layer], mean of the heads")
+    counts = {model: c["model"] for model, result in results.items() if (c := result["measures"].get("region_counts"))}
+    shares = {model: [100 * count / sum(of) for count in of] for model, of in counts.items()}
+    caption = "Share of the heads, and of the other layers, which count as central, in each region of the visual field."
+    plot = Plot(caption, partial(_bars, shares), "Peripheral regions", name="regions", source="PerViT, Fig. 5")
+    unit = f"[{'|'.join(REGIONS)}], percent of the heads and other layers"
+    _add(found, results, plot, "regions", "region_shares", shares, unit)
     _over_training(results, found)
     return found
+
+
+def _add(
+    found: Findings, results: Mapping[str, Any], plot: Plot, measure: str, name: str, values: Mapping[str, Any], unit: str
+) -> None:
+    """Add a figure of the models that have its values, which are recorded under a name, and say why the others have none."""
+    lacking = {model: _reason(result, plot.name, measure) for model, result in results.items() if model not in values}
+    for model, value in values.items():
+        found.measure(f"{name}.{model}", value, unit)
+    if values:
+        without = "".join(f" Without {model}: {why}" for model, why in lacking.items())
+        found.plots.append(replace(plot, caption=plot.caption + without))
+    else:
+        found.omitted[plot.name] = "No model has it. " + " ".join(f"{model}: {why}" for model, why in lacking.items())
 
 
 def _layer_means(result: dict[str, Any], measure: str) -> list[float] | None:
@@ -107,24 +114,6 @@ def _lines(values: Mapping[str, Sequence[float]], colors: Mapping[str, str], lab
     axes.grid(axis="y")
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.1, ncols=3)
     return patches_beside(figure, per_unit) if per_unit else figure
-
-
-def _regions(results: Mapping[str, dict[str, Any]], found: Findings) -> None:
-    counts = {model: c["model"] for model, result in results.items() if (c := result["measures"].get("region_counts"))}
-    if not counts:
-        reasons = " ".join(f"{model}: {_reason(result, 'regions', 'regions')}" for model, result in results.items())
-        found.omitted["regions"] = f"No model has it. {reasons}"
-        return
-    shares = {model: [100 * count / sum(of) for count in of] for model, of in counts.items()}
-    for model, share in shares.items():
-        found.measure(f"region_shares.{model}", share, f"[{'|'.join(REGIONS)}], percent of the heads and other layers")
-    without = "".join(
-        f" Without {model}: {_reason(result, 'regions', 'regions')}" for model, result in results.items() if model not in counts
-    )
-    caption = (
-        f"Share of the heads, and of the other layers, which count as central, in each region of the visual field.{without}"
-    )
-    found.plots.append(Plot(caption, partial(_bars, shares), "Peripheral regions", name="regions", source="PerViT, Fig. 5"))
 
 
 def _bars(shares: Mapping[str, Sequence[float]]) -> Figure:
@@ -162,10 +151,8 @@ def _over_training(results: Mapping[str, dict[str, Any]], found: Findings) -> No
         found.measure(f"{name}.{model}", [[epoch, layers] for epoch, layers in points], unit)
     without = f" Without {', '.join(missing)}: not a run folder with rows of eval.analyses." if missing else ""
     caption = f"How far from the query the heads of each layer look in the course of the training, mean of the heads, one panel per run.{without}"
-    plot = Plot(
-        caption, partial(_panels, panels), "Mean attention distance in training", name=name, source="ConViT, Fig. 5, 10 and 13"
-    )
-    found.plots.append(plot)
+    draw, source = partial(_panels, panels), "ConViT, Fig. 5, 10 and 13"
+    found.plots.append(Plot(caption, draw, "Mean attention distance in training", name=name, source=source))
 
 
 def _panels(panels: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> Figure:

@@ -4,8 +4,6 @@ Every figure is made with :func:`new_figure`, within :func:`style`; there is no 
 NumPy arrays or tensors on the CPU. Layers and heads are counted from 1 in labels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,8 @@ from pipeline.page import BLUE, COLOURS, GREY
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:  # matplotlib is imported when a figure is drawn
+    Axes = Figure = Any
 
 _RC = {
     "font.family": "DejaVu Sans",  # ships with matplotlib: the same everywhere

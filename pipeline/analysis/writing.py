@@ -3,8 +3,6 @@
 Everything is made in a hidden folder first and then renamed, the page last: an analysis that fails leaves the previous one unchanged.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
