@@ -61,8 +61,8 @@ def _model_lines(subject: Subject) -> Facts:
     switches = ", ".join(f"{name}={value}" for name, value in its.switches.items())
     return {
         "Model": f"`{its.model}`" + (f": {what}" if what else ""),
-        **({"Switches": f"`{switches}`"} if switches else {}),
-        **({"Paper": paper} if paper else {}),
+        "Switches": f"`{switches}`" if switches else "",
+        "Paper": paper,
         "Parameters": f"{parameters:,}",
         "Classes": f"{its.num_classes:,}: {first_few(its.shown, _SHOWN)}",
         "Weights": f"{'moving average (EMA)' if its.weights == 'ema' else 'as trained'}, step {its.step:,}",
@@ -85,29 +85,21 @@ def _results(subject: Subject) -> str:
 
 
 def _training_lines(subject: Subject) -> Facts:
-    known, config = subject.training, subject.training.config
-    lines = {"Steps": f"{subject.description.step:,}"}
-    train: dict[str, Any] = config.get("train", {})
-    if known.samples:
-        seen = f"{known.samples:,}"
-        if count := known.data.get("samples"):
-            seen += f", {known.samples / count:.1f} epochs"
-        lines["Images seen"] = seen
-    if known.data:
-        name, count, mark = (known.data.get(key) for key in ("name", "samples", "fingerprint"))
-        lines["Data set"] = f"{name or 'unnamed'}: {count:,} images, fingerprint {str(mark)[:12]}"
-    if known.world_size:
-        lines["Processes"] = f"{known.world_size}, ZeRO {known.zero_stage}"
-    if train:
-        lines["Batch size"] = f"{train['global_batch_size']:,}"
-    lines["Precision"] = subject.description.precision
-    if train.get("init_from"):
-        lines["Started from"] = str(train["init_from"])
-    if train.get("teacher"):
-        lines["Teacher"] = str(train["teacher"])
-    if known.versions:
-        lines["Versions"] = _versions(known.versions)
-    return lines
+    known = subject.training
+    train: dict[str, Any] = known.config.get("train", {})
+    name, count, mark = (known.data.get(key) for key in ("name", "samples", "fingerprint"))
+    epochs = f", {known.samples / count:.1f} epochs" if known.samples and count else ""
+    return {
+        "Steps": f"{subject.description.step:,}",
+        "Images seen": f"{known.samples:,}{epochs}" if known.samples else "",
+        "Data set": f"{name or 'unnamed'}: {count:,} images, fingerprint {str(mark)[:12]}" if known.data else "",
+        "Processes": f"{known.world_size}, ZeRO {known.zero_stage}" if known.world_size else "",
+        "Batch size": f"{train['global_batch_size']:,}" if train else "",
+        "Precision": subject.description.precision,
+        "Started from": str(train.get("init_from") or ""),
+        "Teacher": str(train.get("teacher") or ""),
+        "Versions": _versions(known.versions),
+    }
 
 
 def _recipe(known: Training) -> str:
@@ -153,7 +145,8 @@ def _versions(versions: dict[str, str]) -> str:
 
 
 def _table(lines: Facts) -> str:
-    rows = (f"| {name} | {_plain(text)} |" for name, text in lines.items())
+    """A row for each that is known."""
+    rows = (f"| {name} | {_plain(text)} |" for name, text in lines.items() if text)
     return "\n".join(["| | |", "|---|---|", *rows])
 
 

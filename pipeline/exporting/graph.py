@@ -6,7 +6,6 @@ The batch size is free, and what depends on weights alone is a constant.
 
 import json
 import logging
-import operator
 import re
 import warnings
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.constant_folding import ConstantFolder, replace_node_with_constant
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -41,7 +41,7 @@ def trace(subject: Subject) -> ExportedProgram:
     """
     images = sample_images(subject.description.image_size, _TRACED_BATCH)
     with refusals_explained(subject, "torch.export"), torch.no_grad():
-        program = _export(_Scores(subject.model), images)
+        program = _export(subject.model, images)
         # A node that runs a graph of its own, as a region without autocast does, would hide what is constant in there.
         nests = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in program.graph.nodes)
         if nests or any(map(_writes, program.graph.nodes)):
@@ -79,17 +79,6 @@ def quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-class _Scores(nn.Module):
-    """A model that takes images alone: stochastic depth's numbers, its second argument, are for training."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model.eval()
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(images)
-
-
 def _export(module: nn.Module, images: Tensor) -> ExportedProgram:
     return torch.export.export(module, (images,), dynamic_shapes=({0: Dim("batch", min=1)},))
 
@@ -101,35 +90,11 @@ def fold_constants(module: nn.Module) -> nn.Module:
     parameters that only they needed are gone.
     """
     assert isinstance(module, GraphModule)
-    graph, values = module.graph, {}
-    constant: dict[Node, bool] = {}
-    for node in graph.nodes:
-        constant[node] = node.op == "get_attr" or _is_pure(node) and all(constant[each] for each in node.all_input_nodes)
-    for node in reversed(graph.nodes):  # a list of tensors cannot be stored: whoever takes it apart can
-        if constant[node] and node.op != "get_attr" and not isinstance(node.meta.get("val"), Tensor):
-            constant[node] = all(constant[user] for user in node.users)
-    for node in list(graph.nodes):
-        if not constant[node]:
-            continue
-        if node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
-            values[node] = getattr(module.get_submodule(owner), name)
-            continue
-        if not all(each in values for each in node.all_input_nodes):  # of a list that stays
-            constant[node] = False
-            continue
-        arguments = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        values[node] = node.target(*arguments[0], **arguments[1])
-        if any(not constant[user] for user in node.users):
-            name = f"folded_{node.name}"
-            module.register_buffer(name, values[node].detach().clone(memory_format=torch.contiguous_format))
-            with graph.inserting_before(node):
-                stored = graph.get_attr(name)
-            stored.meta.update(node.meta)
-            node.replace_all_uses_with(stored, delete_user_cb=lambda user: not constant[user])
-        for each in node.all_input_nodes:  # a layer's maps have intermediate results of many times their size
-            if each.op != "get_attr" and list(each.users)[-1] is node:
-                del values[each]
+    graph, folder = module.graph, ConstantFolder(module)
+    folder.run()
+    for node, value in folder.node_replacements.items():
+        stored = value.detach().clone(memory_format=torch.contiguous_format)
+        replace_node_with_constant(module, node, stored, f"folded_{node.name}")
     graph.eliminate_dead_code()
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]:
@@ -143,17 +108,6 @@ def fold_constants(module: nn.Module) -> nn.Module:
 def _writes(node: Node) -> bool:
     """Whether a node changes one of its inputs, as ReLU(inplace=True) does, which torch.onnx refuses here."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _is_pure(node: Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return True
-    target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or _writes(node):
-        return False
-    return torch.Tag.nondeterministic_seeded not in target.tags and not node.is_impure()
 
 
 def loading_lines(subject: Subject, runtime: str, run: str) -> list[str]:
