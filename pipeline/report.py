@@ -89,9 +89,9 @@ def _text(args: argparse.Namespace) -> tuple[str, list[Path]]:
 
     run = args.runs[0]
     if len(args.runs) == 1 and (is_run(run) or not find_runs([run])[0]):  # a folder without runs has a sentence of its own
-        from pipeline.reports.run_page import Sources, run_page
+        from pipeline.reports.run_page import run_page
 
-        return run_page(read_run(run), Sources(args.predictions, args.data, args.analysis)), []
+        return run_page(read_run(run), args.predictions, args.data, args.analysis), []
     _refuse_options_of_one_run(args, f"{run} holds several")
     from pipeline.reports.comparison_page import comparison_page
 

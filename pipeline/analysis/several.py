@@ -15,7 +15,7 @@ from pipeline.analysis.chapter import Findings, Plot
 from pipeline.analysis.measures import REGIONS
 from pipeline.analysis.pervit import NAMES, REGION_COLOURS
 from pipeline.analysis.style import Figure, legend_beside, new_figure, patches_beside
-from pipeline.page import COLOURS
+from pipeline.page import COLOURS, shade
 from pipeline.runs import METRICS
 from pipeline.runs.rows import is_number, read_metrics
 
@@ -161,14 +161,7 @@ def _panels(panels: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> Fi
     for axes, (model, points) in zip(grid, panels.items()):
         epochs, layers = [epoch for epoch, _ in points], np.array([values for _, values in points]).T  # (layers, evaluations)
         for number, values in enumerate(layers):
-            shade = number / max(1, len(layers) - 1)
-            axes.plot(
-                epochs,
-                values,
-                color=(0.91 - 0.68 * shade, 0.59 - 0.23 * shade, 0.24 + 0.5 * shade),
-                marker=".",
-                label=f"{number + 1}",
-            )
+            axes.plot(epochs, values, color=shade(number / max(1, len(layers) - 1)), marker=".", label=f"{number + 1}")
         axes.set(xlabel="Epoch", title=model)
         axes.grid(axis="y")
     grid[0].set_ylabel("distance in patches")

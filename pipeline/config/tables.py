@@ -48,11 +48,6 @@ class DataSet:
     images: int
     val_images: int
 
-    @property
-    def numbers(self) -> str:
-        """As pages tell data sets apart."""
-        return f"{self.classes:,} classes, {self.val_images:,} validation images"
-
 
 DATA_SETS = {
     "imagenet": DataSet("ImageNet-1k", 1000, 1_281_167, 50_000),

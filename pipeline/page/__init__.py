@@ -22,6 +22,12 @@ BLUE, ORANGE, GREEN, PINK, PURPLE, GREY, SKY, RED = COLOURS = (
 """Colours of categories, in this order, which can be told apart without red and green (Okabe and Ito), on light and dark."""
 
 
+def shade(depth: float) -> str:
+    """A colour from orange (0, the first layer) to blue (1, the last), legible on light and dark."""
+    ends = zip((232, 150, 62), (58, 92, 190))
+    return "#{:02x}{:02x}{:02x}".format(*(round(first + depth * (last - first)) for first, last in ends))
+
+
 class Html(str):
     """Text that is HTML already: it is not escaped again."""
 

@@ -27,14 +27,6 @@ class Group:
     runs: list[RunFolder]
 
 
-@dataclass(frozen=True)
-class SameData:
-    """Groups whose evaluations are of the same data set, so that their accuracies compare."""
-
-    title: str
-    groups: list[Group]
-
-
 def group_runs(runs: list[RunFolder]) -> list[Group]:
     """Runs by what they train, in the order in which they were given; the runs of a group by seed."""
     members: dict[str, list[RunFolder]] = {}
@@ -48,20 +40,17 @@ def group_runs(runs: list[RunFolder]) -> list[Group]:
     ]
 
 
-def by_data(groups: list[Group]) -> list[SameData]:
-    """Groups by their data: the numbers of classes and of validation images. One that is not evaluated yet goes with its classes."""
+def by_data(groups: list[Group]) -> dict[str, list[Group]]:
+    """Groups by their data, so that their accuracies compare: the numbers of classes and of validation images. One that is not
+    evaluated yet goes with its classes."""
     found: dict[tuple[int, int | None], list[Group]] = {}
     for group in sorted(groups, key=lambda group: _val_images(group) is None):  # a stable order: those evaluated first
         classes, images = group.runs[0].settings.model.num_classes, _val_images(group)
         same = [key for key in found if key[0] == classes and images in (None, key[1])]
         found.setdefault(same[0] if same else (classes, images), []).append(group)
-    return [
-        SameData(
-            f"{classes:,} classes" + (f", {images:,} validation images" if images else ""),
-            sorted(members, key=lambda group: group.number),
-        )
-        for (classes, images), members in found.items()
-    ]
+    titles = [f"{classes:,} classes" + (f", {images:,} validation images" if images else "") for classes, images in found]
+    ordered = (sorted(members, key=lambda group: group.number) for members in found.values())
+    return dict(zip(titles, ordered))
 
 
 def differing_keys(groups: list[Group]) -> dict[str, list[Any]]:
@@ -102,7 +91,12 @@ def value_text(value: Any) -> str:
     """A value of a config as it is written there; empty for a key that is not there."""
     if isinstance(value, float):
         return f"{value:g}"
-    return "" if value is None else yaml.safe_dump(value, default_flow_style=True, width=10_000).split("\n")[0]
+    return "" if value is None else yaml_text(value)
+
+
+def yaml_text(value: Any) -> str:
+    """A value of a config as a command takes it."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).split("\n")[0]
 
 
 def _decisive(run: RunFolder) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Make the page about several runs: results that can be sorted and unfolded, curves over each other, what differs in the configs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from html import escape
@@ -17,7 +15,7 @@ from pipeline.errors import UserError, counted
 from pipeline.models import model_entry
 from pipeline.page import COLOURS, Figure, Html, Section, figure, html, join, page, table
 from pipeline.reports import comparison
-from pipeline.reports.comparison import Group, SameData, mean_text, results, value_text
+from pipeline.reports.comparison import Group, mean_text, results, value_text
 from pipeline.reports.curves import Points, numbers, plot_title, smoothed, spread
 from pipeline.reports.row_runs import Measured
 from pipeline.reports.table_sheet import model_size
@@ -59,7 +57,7 @@ def comparison_page(paths: list[Path]) -> tuple[str, list[Path]]:
     data = comparison.by_data(groups)
     sections = []
     for title, make in (("Results", _results), ("Accuracy and size", partial(_sizes, measured=measured)), ("Curves", _curves)):
-        sections += [Section(title + f": {same.title}" * (len(data) > 1), make(same)) for same in data]
+        sections += [Section(title + f": {of}" * (len(data) > 1), make(same)) for of, same in data.items()]
     script = html("<script>{}</script>", Html(files("pipeline.reports").joinpath("comparison.js").read_text(encoding="utf-8")))
     sections.append(Section("Differences of the configs", join([_differences(groups), script])))
     models = {str(group.keys["model.name"]) for group in groups}
@@ -71,13 +69,13 @@ def comparison_page(paths: list[Path]) -> tuple[str, list[Path]]:
     return page(title, about, sections, notes), lost
 
 
-def _results(same: SameData) -> Html:
+def _results(groups: list[Group]) -> Html:
     titles = ["#", "Config", "Top-1 (%)", "Best top-1", "Top-5 (%)", "Val. loss", "Epochs", "Images/s", "Runs"]
     head = [html('<th class="{}" tabindex="0">{}</th>', "n" if n > 1 else "", title) for n, title in enumerate(titles)]
     fold = html('<button class="fold" type="button" aria-expanded="false" aria-label="Show the runs">▸</button>')
     row = '<tr{}><td>{}</td><td class="name">{}</td>{}</tr>'
     bodies = []
-    for group in same.groups:
+    for group in groups:
         finished, count = sum(run.state.finished for run in group.runs), len(group.runs)
         state = f"{count}" if finished == count else f"{count}, {finished} finished"
         name = html("{}{}{}", fold, _swatch(group), group.name)
@@ -86,11 +84,11 @@ def _results(same: SameData) -> Html:
             label = html("seed {} <code>{}</code>", run.settings.seed, run.path)
             rows.append(html(row, Html(' class="seed" hidden'), "", label, _cells([run], run.state.name)))
         bodies.append(html("<tbody>{}</tbody>", rows))
-    several = any(len(group.runs) > 1 for group in same.groups)
+    several = any(len(group.runs) > 1 for group in groups)
     told = "The last evaluation, of averaged weights where a run keeps them. A click on a title sorts, one on ▸ shows the runs."
     told += " Mean ± standard deviation over the seeds (n − 1)." * several
     whole = html('<div class="wide"><table class="runs"><thead><tr>{}</tr></thead>{}</table></div>', head, bodies)
-    evaluated = [group for group in same.groups if results(group.runs, "top1")]
+    evaluated = [group for group in groups if results(group.runs, "top1")]
     return join([Html(_STYLE), whole, html('<p class="quiet">{}</p>', told), figure(_dots(evaluated)) if evaluated else ""])
 
 
@@ -105,17 +103,15 @@ def _cells(runs: list[RunFolder], state: str) -> list[Html]:
     return [html('<td class="n">{}</td>', cell) for cell in cells]
 
 
-def _colour(group: Group) -> str:
-    return COLOURS[(group.number - 1) % len(COLOURS)]
-
-
-def _dash(group: Group) -> str:
-    return list(_DASHES)[(group.number - 1) // len(COLOURS) % len(_DASHES)]
+def _look(group: Group) -> tuple[str, str]:
+    """Colour, and dash as plotly names it."""
+    rounds, place = divmod(group.number - 1, len(COLOURS))
+    return COLOURS[place], list(_DASHES)[rounds % len(_DASHES)]
 
 
 def _swatch(group: Group) -> Html:
-    style = '<span class="swatch" style="border-top-style:{};border-top-color:{}"></span>'
-    return html(style, _DASHES[_dash(group)], _colour(group))
+    colour, dash = _look(group)
+    return html('<span class="swatch" style="border-top-style:{};border-top-color:{}"></span>', _DASHES[dash], colour)
 
 
 def _dots(groups: list[Group]) -> Figure:
@@ -125,10 +121,10 @@ def _dots(groups: list[Group]) -> Figure:
         values, place = results(group.runs, "top1"), f"{group.number} "  # a space: plotly would take numbers for a linear axis
         seeds = [f"seed {run.settings.seed}" for run in group.runs if run.result]
         traces.append({"type": "scatter", "mode": "markers", "x": values, "y": [place] * len(values), "text": seeds, "name": escape(group.name),
-                       "hovertemplate": "%{x:.2f} %, %{text}", "marker": {"color": _colour(group), "size": 9, "opacity": 0.75}})  # fmt: skip
+                       "hovertemplate": "%{x:.2f} %, %{text}", "marker": {"color": _look(group)[0], "size": 9, "opacity": 0.75}})  # fmt: skip
         if len(values) > 1:
             traces.append({"type": "scatter", "mode": "markers", "x": [float(np.mean(values))], "y": [place], "name": escape(group.name),
-                           "hovertemplate": "%{x:.2f} %, mean", "marker": {"color": _colour(group), "size": 18, "symbol": "line-ns-open", "line": {"width": 3}}})  # fmt: skip
+                           "hovertemplate": "%{x:.2f} %, mean", "marker": {"color": _look(group)[0], "size": 18, "symbol": "line-ns-open", "line": {"width": 3}}})  # fmt: skip
     layout = {
         "title": plot_title("Top-1 (%), by #; |: mean"),
         "showlegend": False, "hovermode": "closest", "margin": {"l": 30, "t": 34},
@@ -137,9 +133,11 @@ def _dots(groups: list[Group]) -> Figure:
     return Figure(traces, layout, 90 + 26 * len(groups), "Top-1 of each run")
 
 
-def _sizes(same: SameData, measured: Measured) -> Html:
+def _sizes(groups: list[Group], measured: Measured) -> Html:
     """Top-1 against parameters, GMACs and images/s, with the papers' figures of the same data: each paper's first figure."""
-    of_data = next((known for known in DATA_SETS.values() if same.title.startswith(known.numbers)), None)
+    classes = groups[0].runs[0].settings.model.num_classes
+    images = {run.val_images for group in groups for run in group.runs}
+    of_data = next((known for known in DATA_SETS.values() if known.classes == classes and known.val_images in images), None)
     tables = [table for table in paper_tables().values() if of_data in (row.data for row in table.rows)] if of_data else []
     plots = []
     for number, (key, title) in enumerate(_ALONG.items()):
@@ -155,12 +153,12 @@ def _sizes(same: SameData, measured: Measured) -> Html:
              "text": list(map(escape, its)), "hovertemplate": "%{text}: %{x:.4g}, %{y:.2f} %", "marker": {"symbol": _SYMBOLS[n % len(_SYMBOLS)], "size": 8, "color": COLOURS[-1 - n]}}
             for n, (paper, its) in enumerate(points.items()) if its
         ]  # fmt: skip
-        for group in same.groups:
+        for group in groups:
             top1, x = results(group.runs, "top1"), _figure_of(group, key, measured)
             if top1 and x:
                 traces.append({"type": "scatter", "mode": "markers+text", "name": escape(group.name), "x": [x], "y": [float(np.mean(top1))], "text": [f"{group.number}"],
                                "textposition": "top center", "hovertemplate": "%{x:.4g}, %{y:.2f} %", "meta": f"g{group.number}", "showlegend": False,
-                               "marker": {"color": _colour(group), "size": 11}})  # fmt: skip
+                               "marker": {"color": _look(group)[0], "size": 11}})  # fmt: skip
         layout = {"title": plot_title(f"Top-1 (%) by {title}"), "hovermode": "closest", "showlegend": number == 0,
                   "xaxis": {"type": "log", "title": {"text": title, "font": {"size": 11}}}}  # fmt: skip
         if any(trace["mode"] == "markers+text" for trace in traces):
@@ -185,37 +183,27 @@ def _figure_of(group: Group, key: str, measured: Measured) -> float | None:
         return None
 
 
-def _curves(same: SameData) -> Html:
-    sizes = {run.images for group in same.groups for run in group.runs if run.images}
+def _curves(groups: list[Group]) -> Html:
+    sizes = {run.images for group in groups for run in group.runs if run.images}
     along = "epoch" if len(sizes) < 2 else "millions of images seen"
 
-    def column(name: str, smooth: bool = False) -> Callable[[RunFolder], Points]:
-        def curve(run: RunFolder) -> Points:
-            steps, values = run.curve(name)
-            return _seen(run, steps, along), smoothed(values, max(5, len(values) // 50)) if smooth else values
+    def curve(name: str, evaluated: bool, smooth: bool, run: RunFolder) -> Points:
+        steps, values = run.evaluation_curve(name, run.counting_weights) if evaluated else run.curve(name)
+        return _seen(run, steps, along), smoothed(values, max(5, len(values) // 50)) if smooth else values
 
-        return curve
-
-    def evaluations(name: str) -> Callable[[RunFolder], Points]:
-        def curve(run: RunFolder) -> Points:
-            steps, values = run.evaluation_curve(name, run.counting_weights)
-            return _seen(run, steps, along), values
-
-        return curve
-
-    shown = {
-        "Top-1 (%)": evaluations("top1"),
-        "Training loss, smoothed": column("loss", smooth=True),
-        "Validation loss": evaluations("loss"),
-        "Learning rate": column("lr"),
-        "Images/s": column("images_per_second", smooth=True),
+    kinds = {  # title -> name of the values, whether of evaluations, whether smoothed
+        "Top-1 (%)": ("top1", True, False),
+        "Training loss, smoothed": ("loss", False, True),
+        "Validation loss": ("loss", True, False),
+        "Learning rate": ("lr", False, False),
+        "Images/s": ("images_per_second", False, True),
     }
-    figures = [_over_each_other(title, same.groups, curve, along) for title, curve in shown.items()]
+    figures = [_over_each_other(title, groups, partial(curve, *kind), along) for title, kind in kinds.items()]
     plots = [figure(shown) for shown in figures if any(len(trace["x"]) > 1 for trace in shown.traces)]
     if not plots:
         return html("<p>No run has taken two steps yet.</p>")
     chip = '<button class="chip" type="button" aria-pressed="true" data-group="g{0}">{1}{0} · {2}</button>'
-    chips = [html(chip, group.number, _swatch(group), group.name) for group in same.groups]
+    chips = [html(chip, group.number, _swatch(group), group.name) for group in groups]
     told = "One colour for the runs of a config: thin the runs, thick their mean. A click on a name hides its curves."
     return html('<div class="chips">{}</div><p class="quiet">{}</p><div class="plots">{}</div>', chips, told, plots)
 
@@ -250,7 +238,7 @@ def _trace(group: Group, points: Points, most: int, faint: bool, name: str) -> d
     return {
         "type": "scatter", "mode": "lines+markers" if few else "lines", "x": numbers(points[0][kept]), "y": numbers(points[1][kept]),
         "name": name, "meta": f"g{group.number}", "opacity": 0.4 if faint else 1,
-        "line": {"color": _colour(group), "width": 1 if faint else 2.2, "dash": _dash(group)}, "marker": {"size": 4 if faint else 6},
+        "line": {"color": _look(group)[0], "width": 1 if faint else 2.2, "dash": _look(group)[1]}, "marker": {"size": 4 if faint else 6},
         "hovertemplate": "%{x:.3~g}: %{y:.4~g}",
     }  # fmt: skip
 

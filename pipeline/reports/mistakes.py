@@ -147,21 +147,16 @@ def _matrix(found: Predictions, classes: np.ndarray, name: Namer) -> Figure:
 
 def _shown(found: Predictions, name: Namer, pictures: Pictures | None) -> Html:
     """Captioned pictures; a table with the same where there are no pictures."""
-    kinds = {
-        "The most confident mistakes": found.confident_mistakes(_PICTURES),
-        "The least certain hits": found.uncertain_hits(_PICTURES),
-    }
     parts = []
-    for title, images in kinds.items():
+    for title, right in (("The most confident mistakes", False), ("The least certain hits", True)):
+        images = found.ranked(right, _PICTURES)
         tags = [pictures.tag(found.files[i], int(found.label[i])) if pictures else None for i in images]
         if any(tags):
             body = [_captioned(found, i, name, tag) for i, tag in zip(images, tags)]
             parts.append(html('<h3>{}</h3><div class="pictures">{}</div>', title, body))
         elif images:
-            cells = [
-                (found.files[i], name(int(found.label[i])), name(int(found.top1[i])), f"{100 * found.certainty[i]:.1f}")
-                for i in images
-            ]
+            labels, guesses = ([name(int(numbers[i])) for i in images] for numbers in (found.label, found.top1))
+            cells = zip([found.files[i] for i in images], labels, guesses, [f"{100 * found.certainty[i]:.1f}" for i in images])
             listed = table(("image", "class", "predicted", "probability %"), cells, numeric=(3,))
             parts.append(html("<h3>{}</h3>{}", title, listed))
     return join(parts)

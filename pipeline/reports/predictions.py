@@ -56,15 +56,11 @@ class Predictions:
         found = [(int(a), int(b), int(count), count / size[int(a)]) for (a, b), count in zip(pairs.T, counts)]
         return sorted(found, key=lambda pair: (-pair[2], -pair[3], pair[0], pair[1]))
 
-    def confident_mistakes(self, count: int) -> list[int]:
-        """Images with the wrong class at the highest probability."""
-        wrong = np.flatnonzero(~self.right)
-        return wrong[np.argsort(-self.certainty[wrong], kind="stable")][:count].tolist()
-
-    def uncertain_hits(self, count: int) -> list[int]:
-        """Images with the right class at the lowest probability."""
-        right = np.flatnonzero(self.right)
-        return right[np.argsort(self.certainty[right], kind="stable")][:count].tolist()
+    def ranked(self, right: bool, count: int) -> list[int]:
+        """Images with the right class at the lowest probability, or with the wrong class at the highest."""
+        found = np.flatnonzero(self.right == right)
+        certainty = self.certainty[found] if right else -self.certainty[found]
+        return found[np.argsort(certainty, kind="stable")][:count].tolist()
 
 
 def find_predictions(run: Path, given: Path | None) -> Path | None:

@@ -24,9 +24,10 @@ from pipeline.config import find_recipe, load_config
 from pipeline.config.loading import shipped_recipe
 from pipeline.config.tables import DATA_SETS, PaperRow, PaperTable
 from pipeline.reports.papers import changes, decides
-from pipeline.runs.folder import RunFolder, flat_config
+from pipeline.runs.folder import RunFolder, flat_config, switches_of
 
 WIDTHS = "model.switches.widths"  # the one switch that is a size
+_NAMED = 3  # keys that a reason names
 _TOLERANCE = 0.01  # of the number of images: repeated augmentation rounds an epoch, a subset its classes
 
 
@@ -90,19 +91,13 @@ class Measured:
                 return found
         return None
 
-    def speed(self, row: PaperRow) -> dict[str, Any] | None:
-        """The last measurement of the row's model, with its switches and image size."""
-        return self.speed_of(recipe_keys(str(row.config)))
-
     def speed_of(self, keys: dict[str, Any]) -> dict[str, Any] | None:
-        """The last measurement of the model of a flat config."""
-        switches = {
-            key.removeprefix("model.switches."): value for key, value in keys.items() if key.startswith("model.switches.")
-        }
-        wanted = (keys["model.name"], keys["model.image_size"], switches)
-        return next(
-            (r for r in reversed(self.speeds) if (r.get("model"), r.get("image_size"), r.get("switches", {})) == wanted), None
-        )
+        """The last measurement of the model of a flat config, with its switches and image size."""
+        wanted = (keys["model.name"], keys["model.image_size"], switches_of(keys))
+        for found in reversed(self.speeds):
+            if (found.get("model"), found.get("image_size"), found.get("switches", {})) == wanted:
+                return found
+        return None
 
 
 @dataclass
@@ -116,11 +111,11 @@ class Filled:
     runs: dict[tuple[int, int], list[RunFolder]] = field(default_factory=dict)  # (row, setting) -> a run for each seed, by seed
     unused: dict[str, list[str]] = field(default_factory=dict)  # reason -> the runs that are in no row for it
 
-    def missing(self, setting: int) -> list[PaperRow]:
-        """The rows of ours without a run, each config once."""
+    def missing(self) -> list[PaperRow]:
+        """The rows of ours without a run in the first column, each config once."""
         rows: dict[str, PaperRow] = {}
         for number, row in sorted(enumerate(self.table.rows), key=lambda numbered: bool(numbered[1].test)):
-            if row.config and not self.runs.get((number, setting)):
+            if row.config and not self.runs.get((number, 0)):
                 rows.setdefault(row.config, row)
         return list(rows.values())
 
@@ -236,9 +231,9 @@ def _one_per_seed(runs: list[RunFolder], filled: Filled) -> list[RunFolder]:
     return [kept[seed] for seed in sorted(kept)]
 
 
-def _named(changed: dict[str, Any], most: int = 3) -> str:
-    named = ", ".join(f"{key}={value}" for key, value in list(changed.items())[:most])
-    more = len(changed) - most
+def _named(changed: dict[str, Any]) -> str:
+    named = ", ".join(f"{key}={value}" for key, value in list(changed.items())[:_NAMED])
+    more = len(changed) - _NAMED
     return f"{named} and {more} more key{'s' * (more > 1)}" if more > 0 else named
 
 

@@ -1,12 +1,11 @@
 """Put the page about one run together: its result beside the paper's, the story of its starts, the other sections."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError, counted
+from pipeline.errors import UserError, counted, first_few
 from pipeline.logs.console import duration
 from pipeline.page import Html, Section, clock, html, join, page, table
 from pipeline.reports import sections
@@ -24,21 +23,16 @@ _KEYS = 6  # of the config that differ from the recipe
 _EVALUATIONS = 12  # in the table
 
 
-@dataclass(frozen=True)
-class Sources:
-    """What lies beside the run folder; None: in the run folder, or where its config says."""
+def run_page(run: RunFolder, predictions: Path | None = None, shards: Place | None = None, analysis: Path | None = None) -> str:
+    """The HTML of a run's page. Raises UserError: a source that was given cannot be read, or plotly is not installed.
 
-    predictions: Path | None = None
-    data: Place | None = None
-    analysis: Path | None = None
-
-
-def run_page(run: RunFolder, sources: Sources) -> str:
-    """The HTML of a run's page. Raises UserError: a source that was given cannot be read, or plotly is not installed."""
+    Args:
+        predictions, shards, analysis: what lies beside the run folder; None: in the run folder, or where its config says.
+    """
     starts, recipe, problems = starts_of(run), paper_recipe(run), list(run.problems)
-    if sources.analysis and not (sources.analysis / "analysis.json").is_file():
-        raise UserError(f"--analysis {sources.analysis} has no analysis.json", "make it with `pervit analyze`")
-    inside, inside_problems = sections.analysis_figures(sources.analysis or run.path / sections.ANALYSIS)
+    if analysis and not (analysis / "analysis.json").is_file():
+        raise UserError(f"--analysis {analysis} has no analysis.json", "make it with `pervit analyze`")
+    inside, inside_problems = sections.analysis_figures(analysis or run.path / sections.ANALYSIS)
     problems += inside_problems
     paper = recipe.top1 if recipe and recipe.comparable else None
     analyze = f"pervit analyze {run.path} --data SHARDS --output {run.path / sections.ANALYSIS}"
@@ -46,8 +40,8 @@ def run_page(run: RunFolder, sources: Sources) -> str:
         "Result": _result(run, recipe, starts),
         "Curves": curves(run, starts, paper),
         "Speed": speed(run, starts),
-        "Story of the run": join([_sentence(starts), _starts(starts), _skipped(run), _bad_samples(run)]),
-        "Classes and mistakes": _mistakes(run, sources, problems),
+        "Story of the run": join([_starts(starts), _skipped(run), _bad_samples(run)]),
+        "Classes and mistakes": _mistakes(run, predictions, shards, problems),
         "Inside the model": inside or _how("Not analyzed yet. This command makes the figures", analyze),
         "Over training": sections.over_training(run),
         "Training images": sections.training_images(run),
@@ -64,25 +58,25 @@ def _how(words: str, command: str) -> Html:
     return html("<p>{}:</p><pre><code>{}</code></pre>", words, command)
 
 
-def _mistakes(run: RunFolder, sources: Sources, problems: list[str]) -> Html:
-    path, data = find_predictions(run.path, sources.predictions), run.value("data.path")
+def _mistakes(run: RunFolder, predictions: Path | None, shards: Place | None, problems: list[str]) -> Html:
+    path, data = find_predictions(run.path, predictions), run.value("data.path")
     if path is None:
-        shards = sources.data or (data if isinstance(data, str) else "SHARDS")
-        command = f"pervit evaluate --checkpoint {run.path} --data {shards} --predictions {run.path / 'predictions.parquet'}"
+        place = shards or (data if isinstance(data, str) else "SHARDS")
+        command = f"pervit evaluate --checkpoint {run.path} --data {place} --predictions {run.path / 'predictions.parquet'}"
         return _how("No results per image yet. This command makes them", command)
     try:
         found = read_predictions(path)
     except UserError as error:
-        if sources.predictions:
+        if predictions:
             raise
         problems.append(str(error))
         return html("<p>{}</p>", error)
     pictures, why = None, ""
     try:
-        if sources.data or isinstance(data, str):
-            pictures = Pictures(sources.data or parse_place(data), run.classes)
+        if shards or isinstance(data, str):
+            pictures = Pictures(shards or parse_place(data), run.classes)
     except (UserError, OSError):
-        if sources.data:
+        if shards:
             raise
         why = f"No pictures: the run's data.path {data} is not there. Add --data SHARDS."
     return mistakes(found, run.class_names or (pictures.classes if pictures else []), pictures, why)
@@ -158,7 +152,8 @@ def _evaluations(run: RunFolder) -> Html:
     return html("<h3>{}</h3>{}", title, table(head, shown, numeric=(0, 1, 3, 4, 5)))
 
 
-def _sentence(starts: list[Start]) -> Html:
+def _starts(starts: list[Start]) -> Html:
+    """What became of the starts, and a line for each; columns of which nothing is known are left out."""
     if not starts:
         return html("<p>No file tells how this run was started.</p>")
     words = [counted(len(starts), "start")]
@@ -166,13 +161,6 @@ def _sentence(starts: list[Start]) -> Html:
         words.append(f"{broken} ended by a failure")
     if repeated := sum(start.repeated or 0 for start in starts):
         words.append(f"{repeated:,} steps were taken twice")
-    return html("<p>{}.</p>", ", ".join(words))
-
-
-def _starts(starts: list[Start]) -> Html:
-    """A line per start; columns of which nothing is known are left out."""
-    if not starts:
-        return Html("")
     columns: dict[str, list[object]] = {
         "start": [start.number for start in starts],
         "began": [clock(start.began) for start in starts],
@@ -186,7 +174,7 @@ def _starts(starts: list[Start]) -> Html:
     }
     kept = {name: cells for number, (name, cells) in enumerate(columns.items()) if number < 4 or any(map(str, cells))}
     numeric = [number for number, name in enumerate(kept) if name == "of these repeated"]
-    return table(list(kept), list(zip(*kept.values())), numeric=numeric)
+    return join([html("<p>{}.</p>", ", ".join(words)), table(list(kept), list(zip(*kept.values())), numeric=numeric)])
 
 
 def _count(number: int | None) -> str:
@@ -203,7 +191,7 @@ def _skipped(run: RunFolder) -> Html:
     if not len(steps) or counts[-1] <= 0:
         return Html("")
     at = steps[np.flatnonzero(np.diff(np.concatenate([[0.0], counts])) > 0)]
-    named = ", ".join(f"{int(step):,}" for step in at[:_NAMED]) + (", ..." if len(at) > _NAMED else "")
+    named = first_few([f"{int(step):,}" for step in at], _NAMED)
     return html("<h3>Skipped steps</h3><p>{} with a gradient that is not finite: step {}.</p>", f"{int(counts.max()):,}", named)
 
 

@@ -1,8 +1,6 @@
 """Show what lies beside the metrics: figures of ``pipeline.analyze``, measures over training, training images as the model saw
 them; the config beside the recipe, the environment, the checkpoints."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -14,7 +12,7 @@ import numpy as np
 from pipeline.checkpoint.folder import reasons_to_keep
 from pipeline.checkpoint.manifest import find_damage
 from pipeline.errors import counted, size_text
-from pipeline.page import Figure, Html, clock, facts, figure, html, join, jpeg_uri, png_uri, table
+from pipeline.page import Figure, Html, clock, facts, figure, html, join, jpeg_uri, png_uri, shade, table
 from pipeline.reports.curves import Curve, curve_figure
 from pipeline.reports.papers import PaperRecipe
 from pipeline.runs import CHECKPOINTS, TENSORBOARD
@@ -116,17 +114,11 @@ def _by_layer(name: str, part: str, points: list[tuple[float, Any]]) -> Figure |
     curves = []
     for layer in sorted(means):
         epochs, values = np.array(means[layer]).T
-        curves.append(Curve(f"layer {layer + 1}", epochs, values, dots=True, colour=_shade(layer / max(1, count - 1))))
+        curves.append(Curve(f"layer {layer + 1}", epochs, values, dots=True, colour=shade(layer / max(1, count - 1))))
     if not curves:
         return None
     title, unit = _MEASURES.get((name, part), (name.replace("_", " ") + (f", {part}" if part else ""), ""))
     return curve_figure(title, curves, unit=unit, height=360)
-
-
-def _shade(depth: float) -> str:
-    """From orange (first layer) to blue (last), legible on light and dark."""
-    first, last = np.array([232, 150, 62]), np.array([58, 92, 190])
-    return "rgb({},{},{})".format(*np.round(first + depth * (last - first)).astype(int).tolist())
 
 
 def training_images(run: RunFolder) -> Html | None:
@@ -152,12 +144,8 @@ def config_section(run: RunFolder, recipe: PaperRecipe | None) -> Html | None:
         rows = [(html("<code>{}</code>", key), old, html("<b>{}</b>", new)) for key, old, new in changes]
         differs = table(("key", "recipe", "this run"), rows) if rows else Html("")
         intro = html("<p>Differs in {} from <code>{}</code>.</p>{}", words, recipe.name, differs)
-    parts: dict[str, dict[str, Any]] = {"": {}}
-    for key, value in run.config.items():
-        if isinstance(value, dict):
-            parts[key] = value
-        else:
-            parts[""][key] = value
+    sections = {key: value for key, value in run.config.items() if isinstance(value, dict)}
+    parts = {"": {key: value for key, value in run.config.items() if key not in sections}, **sections}
     columns = []
     for name, values in parts.items():
         differing = {key for key in values if any(f"{each}.".startswith(f"{name}.{key}.".lstrip(".")) for each in changed)}

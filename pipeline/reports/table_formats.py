@@ -1,7 +1,5 @@
 """Write a paper's table as an HTML page, Markdown, LaTeX or CSV: ``pervit report --table``."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re
@@ -47,9 +45,8 @@ def _page(sheet: Sheet) -> str:
     if sheet.missing:
         how = '<h3>{}</h3><pre class="command"><code>{}</code></pre>'
         commands = [html(how, row.labels, "\n".join(filter(None, [row.shards, row.command]))) for row in sheet.missing]
-        sections.append(
-            Section(f"{counted(len(sheet.missing), 'row')} without a result, and the commands that make one", join(commands))
-        )
+        title = f"{counted(len(sheet.missing), 'row')} without a result, and the commands that make one"
+        sections.append(Section(title, join(commands)))
     if sheet.unused or sheet.problems:
         parts = [html("<ul>{}</ul>", [html("<li>{}</li>", problem) for problem in sheet.problems])] if sheet.problems else []
         for reason, paths in sheet.unused.items():

@@ -1,7 +1,5 @@
 """Put a paper's table together with our results beside it, as cells, for any format."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass
@@ -11,9 +9,9 @@ from typing import Any
 import yaml
 
 from pipeline.config.tables import FIGURES, PaperRow, PaperTable, train_command
-from pipeline.reports.comparison import mean_and_spread, results
+from pipeline.reports.comparison import mean_and_spread, results, yaml_text
 from pipeline.reports.row_runs import WIDTHS, Filled, Setting, recipe_keys, row_has_own_widths
-from pipeline.runs.folder import RunFolder
+from pipeline.runs.folder import RunFolder, switches_of
 
 _COUNTED = " The last evaluation counts, of the averaged weights where the run keeps an average. ± is the standard deviation over the seeds (n − 1)."
 _RULE = (
@@ -116,11 +114,10 @@ def make_sheet(filled: Filled, problems: list[str]) -> Sheet:
     if filled.any_data:
         notes += _notes(filled, groups[1:])
         footnotes += _details(filled, groups[1:])
-    missing = [*(_missing(filled, row) for row in filled.missing(0)), *_unmeasured(filled)]
-    devices = {
-        f"{speed['device']} with batches of {speed['batch_size']}" for row in table.rows if (speed := _speed(filled, row))
-    }
-    footnotes += [f"Images/s of ours are in fp32, of {' and '.join(sorted(devices))}."] * bool(devices)
+    missing = [*(_missing(filled, row) for row in filled.missing()), *_unmeasured(filled)]
+    speeds = [speed for row in table.rows if (speed := _speed(filled, row))]
+    devices = sorted({f"{speed['device']} with batches of {speed['batch_size']}" for speed in speeds})
+    footnotes += [f"Images/s of ours are in fp32, of {' and '.join(devices)}."] * bool(devices)
     return Sheet(table, notes, columns, rows, footnotes, missing, filled.unused, problems)
 
 
@@ -148,7 +145,7 @@ def _details(filled: Filled, names: list[str]) -> list[str]:
     for column, (name, setting) in enumerate(zip(names, filled.settings)):
         if not setting.changes:
             continue
-        changes = ", ".join(f"{key}={_value(value)}" for key, value in setting.changes.items())
+        changes = ", ".join(f"{key}={yaml_text(value)}" for key, value in setting.changes.items())
         found.append(f"{name}, differences from the rows' recipes: {changes}.")
         rows = filled.table.rows
         widened = {
@@ -186,25 +183,24 @@ def _ours(name: str, filled: Filled, number: int, setting: int) -> str | Number 
 
 
 def _speed(filled: Filled, row: PaperRow) -> dict[str, Any] | None:
-    return filled.measured.speed(row) if row.config and "speed" in filled.table.figures else None
+    return filled.measured.speed_of(recipe_keys(str(row.config))) if row.config and "speed" in filled.table.figures else None
 
 
 @cache
 def model_size(keys: str, figure: str) -> float:
     """Millions of parameters, or GMACs in the papers' convention, of the ``model.`` keys of a config."""
-    keys_of = yaml.safe_load(keys)
-    switches = {key.rpartition(".")[2]: value for key, value in keys_of.items() if key.startswith("model.switches.")}
-    name, size, classes = (keys_of[f"model.{key}"] for key in ("name", "image_size", "num_classes"))
+    flat = yaml.safe_load(keys)
+    name, size, classes = (flat[f"model.{key}"] for key in ("name", "image_size", "num_classes"))
     if figure == "gmacs":
         from pipeline.models.flops import count
 
-        return count(name, size, classes, switches).gmacs_modules
+        return count(name, size, classes, switches_of(flat)).gmacs_modules
     import torch
 
     from pipeline.models import create_model
 
     with torch.device("meta"):
-        model = create_model(name, classes, size, switches=switches)
+        model = create_model(name, classes, size, switches=switches_of(flat))
     return sum(parameter.numel() for parameter in model.parameters()) / 1e6
 
 
@@ -217,8 +213,7 @@ def _paper_difference(table: PaperTable, row: PaperRow) -> Number | None:
 
 
 def _our_difference(filled: Filled, runs: list[RunFolder], setting: int) -> Number | None:
-    number = next(number for number, row in enumerate(filled.table.rows) if row.config == filled.table.reference)
-    reference = filled.runs.get((number, setting), [])
+    reference = filled.runs.get(([row.config for row in filled.table.rows].index(filled.table.reference), setting), [])
     ours, theirs = mean_and_spread(results(runs, "top1")), mean_and_spread(results(reference, "top1"))
     return None if ours is None or theirs is None or runs == reference else Number(ours[0] - theirs[0], signed=True)
 
@@ -245,9 +240,8 @@ def _unmeasured(filled: Filled) -> list[Missing]:
     rows = [row for row in filled.table.rows if row.config and "speed" in filled.table.figures and not _speed(filled, row)]
     if rows:
         names = [str(row.config) if row.base else recipe_keys(str(row.config))["model.name"] for row in rows]
-        found.append(
-            Missing("Images/s, on a GPU", f"pervit throughput {' '.join(dict.fromkeys(names))} --json throughput.json")
-        )
+        command = f"pervit throughput {' '.join(dict.fromkeys(names))} --json throughput.json"
+        found.append(Missing("Images/s, on a GPU", command))
     return found
 
 
@@ -259,7 +253,7 @@ def _command_like(filled: Filled, row: PaperRow) -> str:
     changes["train.micro_batch_size"] = ours["train.micro_batch_size"]
     if row_has_own_widths(row) and WIDTHS in changes:
         changes[WIDTHS] = "WIDTHS"
-    overrides = [f"{key}={_value(value)}" for key, value in changes.items() if recipe.get(key) != value]
+    overrides = [f"{key}={yaml_text(value)}" for key, value in changes.items() if recipe.get(key) != value]
     end = [f"seed={ours['seed']}", f"output_dir=runs/{_stem(row)}_any_{ours['seed']}"]
     return " ".join([f"pervit train --config {row.config}", *map(shlex.quote, [*overrides, *end])])
 
@@ -267,8 +261,3 @@ def _command_like(filled: Filled, row: PaperRow) -> str:
 def _stem(row: PaperRow) -> str:
     """The name of its config without ``ablations/``, as run folders have it."""
     return str(row.config).rpartition("/")[2]
-
-
-def _value(value: Any) -> str:
-    """As a command takes it."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).split("\n")[0]

@@ -273,6 +273,11 @@ def flat_config(config: Config) -> dict[str, Any]:
     return {**flat, **{f"model.switches.{name}": value for name, value in switches.items()}}
 
 
+def switches_of(flat: dict[str, Any]) -> dict[str, Any]:
+    """The switches of the model in a flat config, by name."""
+    return {name.removeprefix("model.switches."): flat[name] for name in flat if name.startswith("model.switches.")}
+
+
 def _below(path: Path) -> list[Path]:
     found = []
     for folder, names, _ in os.walk(path):

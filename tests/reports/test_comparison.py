@@ -74,7 +74,7 @@ def test_the_groups_of_a_sweep_are_named_by_what_it_varied(tmp_path: Path) -> No
 
 def test_other_data_has_a_table_of_its_own(runs: Path) -> None:
     """Guards against accuracies on 10 and on 1,000 classes in one column; a run without an evaluation goes with its classes."""
-    sizes = {same.title: sum(len(group.runs) for group in same.groups) for same in by_data(grouped(runs))}
+    sizes = {title: sum(len(group.runs) for group in same) for title, same in by_data(grouped(runs)).items()}
     assert sizes == {"10 classes, 10,000 validation images": 9, "1,000 classes, 50,000 validation images": 1}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.reports.curves import smoothed, thinned
-from pipeline.reports.run_page import Sources, run_page
+from pipeline.reports.run_page import run_page
 from pipeline.runs.folder import read_run
 from pipeline.runs.rows import read_metrics
 
@@ -60,6 +60,6 @@ def test_a_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
             file.write(json.dumps({"step": step, "time": 1e9 + step, **row, "memory_gib": 1.5 + step % 7}) + "\n")
     run = read_run(tmp_path)
     assert len(run.curve("loss")[0]) == 60_000
-    page = run_page(run, Sources())
+    page = run_page(run)
     assert len(page) < 6_000_000
     assert "60,000 steps are thinned" in page

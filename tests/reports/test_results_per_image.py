@@ -40,8 +40,8 @@ def test_what_results_say(name: str, tmp_path: Path) -> None:
     found: Predictions = read_predictions(write(tmp_path / name))
     assert found.by_class() == [(0, 3, 1, 3), (1, 2, 1, 1)]
     assert found.confusions() == [(0, 1, 2, 2 / 3), (1, 2, 1, 1 / 2)]
-    assert [found.files[i] for i in found.confident_mistakes(2)] == ["c", "b"]
-    assert [found.files[i] for i in found.uncertain_hits(5)] == ["d", "a"]
+    assert [found.files[i] for i in found.ranked(False, 2)] == ["c", "b"]
+    assert [found.files[i] for i in found.ranked(True, 5)] == ["d", "a"]
 
 
 @pytest.mark.parametrize(

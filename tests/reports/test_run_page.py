@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from pipeline.errors import UserError
-from pipeline.reports.run_page import Sources, run_page
+from pipeline.reports.run_page import run_page
 from pipeline.runs.folder import read_run, starts_of
 from support.browser import open_page
 from support.predictions import BAD, write_predictions
@@ -34,7 +34,7 @@ time.sleep(600)
 def made(run: Path, folder: Path, **sources: Path) -> Path:
     """The page as a file."""
     path = folder / "report.html"
-    path.write_text(run_page(read_run(run), Sources(**sources)))
+    path.write_text(run_page(read_run(run), **sources))
     assert path.stat().st_size < MOST_BYTES
     return path
 
@@ -59,7 +59,7 @@ def test_the_story_of_a_run_with_three_restarts_and_a_bad_sample(storied_run: Pa
     assert starts[1].repeated == 0  # stopped by a signal, it has saved all
     assert [start.zero_stage for start in starts] == [0] * 4 and starts[0].world_size == 1
     assert run.state.finished and run.state.step == run.state.last_step == 60 and not run.problems
-    text = words(run_page(run, Sources()))
+    text = words(run_page(run))
     assert "4 starts" in text and "2 ended by a failure" in text
     assert f"sample 000000-{BAD:06d} was changed after it was written" in text
     assert "intact, checksums match" in text
@@ -96,7 +96,7 @@ def test_names_from_files_are_text(copied_run: Path, tmp_path: Path, digits_imag
     for checkpoint in run.checkpoints:
         checkpoint.manifest.state.classes[:] = [evil] * 10
     page = tmp_path / "report.html"
-    page.write_text(run_page(run, Sources(predictions=predictions)))
+    page.write_text(run_page(run, predictions=predictions))
     assert evil not in page.read_text()
     document, console = open_page(page)
     assert console == []
@@ -115,7 +115,7 @@ def test_a_run_in_progress(copied_run: Path) -> None:
         run = read_run(copied_run)
         assert run.state.name == "running"
         assert starts_of(run)[-1].end == "is running"
-        assert "running at step 60" in words(run_page(run, Sources()))
+        assert "running at step 60" in words(run_page(run))
     finally:
         holder.kill()
         holder.wait()
@@ -124,9 +124,9 @@ def test_a_run_in_progress(copied_run: Path) -> None:
 
 def test_without_tensorboard_and_with_it(copied_run: Path) -> None:
     """Guards against a page that needs the event files."""
-    with_images = run_page(read_run(copied_run), Sources())
+    with_images = run_page(read_run(copied_run))
     shutil.rmtree(copied_run / "tensorboard")
-    without = run_page(read_run(copied_run), Sources())
+    without = run_page(read_run(copied_run))
     assert "The first batch of a start" in words(with_images) and "The first batch of a start" not in words(without)
 
 
@@ -163,11 +163,11 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="--predictions .* does not exist"):
-        run_page(read_run(tmp_path), Sources(predictions=tmp_path / "no.csv"))
+        run_page(read_run(tmp_path), predictions=tmp_path / "no.csv")
     bad = tmp_path / "bad.csv"
     bad.write_text("key,label\na,1\n")
     with pytest.raises(UserError, match="must have the columns .* got no 'file'"):
-        run_page(read_run(tmp_path), Sources(predictions=bad))
+        run_page(read_run(tmp_path), predictions=bad)
 
 
 def test_figures_of_an_analysis_and_measures_over_training(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_figures_of_an_analysis_and_measures_over_training(tmp_path: Path) -> No
         Image.new("RGB", (40, 30), "red").save(analysis / "figures" / f"{name}.png")
     Image.new("RGB", (40, 30), "red").save(analysis / "phi_p_maps.png")
     (analysis / "torn.png").write_bytes(b"\x89PNG")
-    page = run_page(read_run(run), Sources())
+    page = run_page(read_run(run))
     text = words(page)
     assert "over 1,024 images" in text and "phi p maps" in text
     assert "torn.png cannot be decoded" in text

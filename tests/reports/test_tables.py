@@ -50,7 +50,7 @@ def test_a_run_belongs_to_a_row_by_its_config_and_its_data(tmp_path: Path) -> No
     reasons = {Path(path).name: reason for reason, paths in found.unused.items() for path in paths}
     assert "train.epochs=100" in reasons["pervit_table1_b_no_phi_p"] and "128,117 training" in reasons["a_part"]
     assert reasons["goes_on"] == "it is not finished"
-    assert [missing.config for missing in found.missing(0)][0] == "ablations/pervit_table1_c_no_phi_c"
+    assert [missing.config for missing in found.missing()][0] == "ablations/pervit_table1_c_no_phi_c"
 
 
 def test_runs_of_other_data_stand_in_columns_by_themselves(tmp_path: Path) -> None:
