@@ -30,13 +30,10 @@ def text(subject: Subject, memory: Memory, time: Time, passed_over: str | None =
     }
     if not memory.fits:
         sections["What would help, each by itself"] = _advice(subject, memory)
-    largest = None
-    if subject.config.data.size_schedule:
-        side = subject.config.model.image_size
-        largest = (
-            f"data.size_schedule is left out: memory and time are those of {side} px throughout, the most that they can be."
-        )
-    notes = [f"note: {remark}" for remark in (*memory.remarks, largest, passed_over) if remark]
+    side = subject.config.model.image_size
+    largest = f"data.size_schedule is left out: memory and time are those of {side} px throughout, the most that they can be."
+    remarks = [*memory.remarks, *[largest] * bool(subject.config.data.size_schedule), passed_over]
+    notes = [f"note: {remark}" for remark in remarks if remark]
     pages = [_title(subject, memory)]
     for title, rows in {**sections, **time_sections(time)}.items():  # a headline and its rows, in two columns
         rows = list(rows)
@@ -201,11 +198,8 @@ def _bound(time: Time) -> str:
         return "compute, if the loader keeps up, which is not known: --data SHARDS measures it"
     needed, subject = math.ceil(time.cores), time.subject
     if time.loader_rate is None:
-        decoded = (
-            "fewer as the GPU decodes"
-            if subject.gpu and subject.config.data.decode == "gpu"
-            else "--cpus N says if they are there"
-        )
+        on_gpu = subject.gpu and subject.config.data.decode == "gpu"
+        decoded = "fewer as the GPU decodes" if on_gpu else "--cpus N says if they are there"
         return f"compute, if images arrive, which takes {needed:,} CPU cores per node: {decoded}"
     rate = f"{time.cpus:,} CPU cores per node load {time.loader_rate:,.0f} images/s"
     if time.bound_by_loader:

@@ -251,7 +251,6 @@ class EngineMemory:
             with self._trace.labelled(GRADIENTS):
                 for parameter in self.parameters:
                     parameter.grad = torch.empty_like(parameter)
-        if self._stage == 1:
             self._allocate_buffers()
         if self._stage == 2:
             self._sums = self._new(self._own_elements(), GRADIENTS)

@@ -141,21 +141,10 @@ def read_metrics(path: Path) -> MetricRows:
         column.extend([math.nan] * (count - len(column)))
         if not np.isnan(values := np.array(column)).all():
             found.steps[name] = values
-    found.repeated = _keep_last_of_each_step(found.steps)
+    step = found.steps.get("step", np.empty(0))
+    if not (np.diff(step) > 0).all():  # sort by step, and keep the last row of each
+        _, from_end = np.unique(step[::-1], return_index=True)
+        kept = len(step) - 1 - from_end
+        found.steps = {name: values[kept] for name, values in found.steps.items()}
+        found.repeated = len(step) - len(kept)
     return found
-
-
-def _keep_last_of_each_step(columns: dict[str, np.ndarray]) -> int:
-    """Sort the columns by step, in place; return how many rows were of a step that a later row is of too."""
-    import numpy as np
-
-    if "step" not in columns:
-        return 0
-    step = columns["step"]
-    if (np.diff(step) > 0).all():
-        return 0
-    _, from_end = np.unique(step[::-1], return_index=True)
-    kept = len(step) - 1 - from_end
-    for name in columns:
-        columns[name] = columns[name][kept]
-    return len(step) - len(kept)

@@ -4,8 +4,6 @@ A run is finished when its newest intact checkpoint is of the last step and that
 command has nothing to train. A row of ``metrics.jsonl`` does not make it so, since the run may be killed before it saves.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -9,21 +9,15 @@ Waits for a run that has not started yet, and exits when it is finished. It may 
 continues where it stopped. The trackers' own environment variables set the destination and the account; docs/trackers.md has them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import signal
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, counted, missing_extra
-
-if TYPE_CHECKING:
-    from pipeline.track.tracker import Tracker
 
 _LONGEST = 86_400  # seconds between two looks
 TRACKERS = {  # title, and class in ``to_NAME.py``
@@ -65,7 +59,7 @@ def main() -> None:
     if importlib.util.find_spec(args.to) is None:
         raise missing_extra(*needs)
     try:
-        tracker: Tracker = getattr(importlib.import_module(f"pipeline.track.to_{args.to}"), client)(args.project)
+        tracker = getattr(importlib.import_module(f"pipeline.track.to_{args.to}"), client)(args.project)
     except ImportError as error:
         raise missing_extra(*needs, error=error) from None
     from pipeline.track.position import EVENTS, PICTURE, ROWS, Position

@@ -7,7 +7,7 @@ client's, as always.
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.errors import UserError, first_line
@@ -57,7 +57,11 @@ class MLflow:
     def send(self, first: int, items: Sequence[Item]) -> None:
         from mlflow.entities import Metric, RunTag
 
-        metrics = [Metric(*point) for item in items if isinstance(item, Point) for point in _points(item)]
+        metrics = [
+            Metric(_word(name), value, round(1000 * item.time), item.step)
+            for item in items if isinstance(item, Point)
+            for name, value in item.values.items() if not isinstance(value, str)
+        ]  # fmt: skip
         pictures = [item for item in items if isinstance(item, Picture)]
         if self._unsure:
             metrics, pictures = self._missing_metrics(metrics), self._missing_pictures(pictures)
@@ -115,12 +119,6 @@ class MLflow:
         beginnings = {re.sub(r"%timestamp%.*", "", os.path.basename(path)) for path in there}
         # As MLflow names the file of an image.
         return [item for item in pictures if f"{item.name.replace('/', '#')}%step%{item.step}" not in beginnings]
-
-
-def _points(item: Point) -> Iterator[tuple[str, float, int, int]]:
-    """Key, value, time in ms and step of each number."""
-    when = round(1000 * item.time)
-    return ((_word(name), value, when, item.step) for name, value in item.values.items() if not isinstance(value, str))
 
 
 def _word(name: str) -> str:

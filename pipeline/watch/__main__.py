@@ -7,8 +7,6 @@
 Without --once, it waits for a run that has not started yet. Press q or Ctrl-C to quit; the run is not affected.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import sys
@@ -18,15 +16,12 @@ import tty
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pipeline.checkpoint.bucket import fetched
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, missing_extra
 from pipeline.stores.place import place_argument
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _REFRESH = 1.0  # seconds
 _COPY = 10.0  # seconds between two copies of what has changed in a store
@@ -51,7 +46,7 @@ def main() -> None:
 
     console, runs, copied = Console(), [screen.LiveRun(path) for path in paths], time.monotonic()
 
-    def now() -> RenderableType:
+    def now() -> Any:
         nonlocal copied
         if time.monotonic() - copied > _COPY:
             with suppress(UserError, OSError):  # a store that is away: what was copied stays
