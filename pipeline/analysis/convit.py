@@ -22,6 +22,12 @@ from pipeline.models.convit import GatedPositionalSelfAttention as GatedAttentio
 from pipeline.page import RED
 
 LOCALITY_STRENGTHS = (0.1, 0.3, 1.0, 3.0)  # α of the initial maps that are shown; 1 is the paper's choice
+_NEEDED = (  # figure, the switch that it needs, what is there without
+    ("gates", "positional_gating", "content and position are summed before the softmax, without a gate."),
+    ("gates", "train_gpsa", "all gates are frozen at their initial value."),
+    ("gates", "train_gating", "all gates are frozen at 0.5."),
+    ("initial_positions", "conv_init", "positions begin at random."),
+)
 _DIGITS = 4  # significant digits of maps in analysis.json
 _LOWEST = 1e-5  # attention below it has the lowest colour of a logarithmic scale
 
@@ -38,19 +44,11 @@ class ConViTChapter(GridChapter):
         self._maps = self.collect(QueryMaps(self.query_row))
 
     def lacks(self, name: str) -> str | None:
-        switches = self.model.switches
         if name in ("gates", "position_maps", "position_distance", "initial_positions") and self.model.gpsa_layers == 0:
             return "model.switches.gpsa_layers is 0: a plain ViT has no positional attention."
-        if name == "gates" and not switches.positional_gating:
-            return (
-                "model.switches.positional_gating is false: content and position are summed before the softmax, without a gate."
-            )
-        if name == "gates" and not switches.train_gpsa:
-            return "model.switches.train_gpsa is false: all gates are frozen at their initial value."
-        if name == "gates" and not switches.train_gating:
-            return "model.switches.train_gating is false: all gates are frozen at 0.5."
-        if name == "initial_positions" and not switches.conv_init:
-            return "model.switches.conv_init is false: positions begin at random."
+        for figure_name, switch, without in _NEEDED:
+            if name == figure_name and not getattr(self.model.switches, switch):
+                return f"model.switches.{switch} is false: {without}"
         return None
 
     def measure(self, findings: Findings) -> None:

@@ -21,6 +21,7 @@ from pipeline.models.gated_mlp.posmlp import PosMLP
 from pipeline.models.gated_mlp.token_mixing import GaussianMap
 from pipeline.page import COLOURS, RED
 
+_DIGITS = 6  # significant, of maps in analysis.json, which have thousands of numbers
 _NO_FIGURE = "PosMLP has no such figure; the measure is that of ConViT, Fig. 5"
 
 
@@ -56,11 +57,14 @@ class GatedMLPChapter(Chapter):
         rows = [layer.maps[chosen, layer.index(self.request.query)] for layer, chosen in zip(shown, groups)]  # (chosen, N) each
         maps = [of_layer.unflatten(-1, (layer.window, layer.window)) for layer, of_layer in zip(shown, rows)]
         numbers = [[i + 1 for i in chosen] for chosen in groups]
-        queries, weights = [layer.query(self.request.query) for layer in shown], list(map(_rounded, maps))
+        queries, unit = (
+            [layer.query(self.request.query) for layer in shown],
+            "[shown layer][shown group][row][column of the key]",
+        )
         findings.measure("token_mixing_maps.layers", [layer.number for layer in shown], "[shown layer], from 1")
         findings.measure("token_mixing_maps.groups", numbers, "[shown layer][shown group], from 1")
         findings.measure("token_mixing_maps.queries", queries, "[shown layer][row, column of the query in the window]")
-        findings.measure("token_mixing_maps.weights", weights, "[shown layer][shown group][row][column of the key]")
+        findings.measure("token_mixing_maps.weights", maps, unit, _DIGITS)
         return Plot(
             "Weights with which the tokens of a window are summed into the framed query, by layer and channel group "
             f"(model.switches.mixing: {self._mixing}). Each map is divided by its largest {'magnitude' if self._signed else 'weight'}, so "
@@ -117,10 +121,10 @@ class GatedMLPChapter(Chapter):
         shown = self._some(4)
         parts = [layer.parts() for layer in shown]
         rows = [layer.index(self.request.query) for layer in shown]
-        weights = [{name: _rounded(part[row]) for name, part in of_layer.items()} for of_layer, row in zip(parts, rows)]
+        weights = [{name: part[row] for name, part in of_layer.items()} for of_layer, row in zip(parts, rows)]
         findings.measure("token_mixing_rows.layers", [layer.number for layer in shown], "[shown layer], from 1")
         findings.measure("token_mixing_rows.rows", rows, "[shown layer], index of the query, from 0, row by row of the window")
-        findings.measure("token_mixing_rows.weights", weights, "[shown layer]{map}[key]")
+        findings.measure("token_mixing_rows.weights", weights, "[shown layer]{map}[key]", _DIGITS)
         return Plot(
             "Queries down, keys across, both row by row of the window; at the right, the marked row (the query of the maps above) "
             "as a curve over the keys. W has a weight for each pair of tokens and r for each relative position, which repeats along "
@@ -186,13 +190,6 @@ class GatedMLPChapter(Chapter):
             f"{SINGULAR:g}, which are all but constant along an axis, are left out, as in the paper.",
             partial(self._per_group, gains, "g(Σ), 1/patches²"),
         )
-
-
-def _rounded(values: Tensor) -> list:
-    """Lists with six significant decimals: a map has thousands of numbers."""
-    scale = float(values.abs().max()) or 1.0
-    decimals = 6 - int(torch.tensor(scale).log10().floor())
-    return values.round(decimals=decimals).tolist()
 
 
 def _bias_maps(biases: Sequence[Tensor], labels: Sequence[str]) -> Figure:

@@ -13,13 +13,6 @@ Query = tuple[int, int]  # (row, column) of a patch
 _DETAIL = 14  # pixels of a map at least, so that gaps between small maps are no wider than between large ones
 
 
-def bare(axes: Axes) -> None:
-    """Leave out ticks and frame."""
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.spines[:].set_visible(False)
-
-
 def mark_query(axes: Axes, query: Query, corner: tuple[float, float] = (0, 0), side: float = 1.0) -> None:
     """Frame a patch in a map that begins at a corner (row, column) of the axes. Args: side: of a patch, in pixels of the axes."""
     from matplotlib.patches import Rectangle
@@ -33,7 +26,8 @@ def show_image(axes: Axes, picture: Any, query: Query | None = None, patches: in
     pixels = np.asarray(picture, dtype=np.float64)
     pixels = pixels.transpose(1, 2, 0) if pixels.shape[0] == 3 and pixels.shape[-1] != 3 else pixels
     axes.imshow(np.clip(pixels, 0, 1), interpolation="nearest")
-    bare(axes)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
     if query is not None:
         mark_query(axes, query, side=len(pixels) / patches)
 

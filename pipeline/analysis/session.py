@@ -1,5 +1,6 @@
 """Run an analysis from a model to the files: what the weights show, a pass over images, examples, writing."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.analysis import images as choosing
 from pipeline.analysis.attention import AttentionChapter, DeiTChapter
-from pipeline.analysis.chapter import Chapter, Findings, Request
+from pipeline.analysis.chapter import Chapter, Example, Findings, Request
 from pipeline.analysis.convit import ConViTChapter
 from pipeline.analysis.gated_mlp import GatedMLPChapter
 from pipeline.analysis.lsat import LSATChapter
@@ -26,7 +26,7 @@ from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.cluster.world import World
 from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError, counted
-from pipeline.inference.evaluation import evaluation_loader
+from pipeline.inference.evaluation import check_same_classes, evaluation_loader
 from pipeline.inference.sets import ChosenImages
 from pipeline.inference.trained import read_trained
 from pipeline.logs import console
@@ -36,7 +36,13 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import PATCH, patch_grid
 from pipeline.models.lsat.model import LSAT
 from pipeline.models.timm.names import is_timm
+from pipeline.shards.image_folder import ImageFolder, open_split
+from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import Place
+from pipeline.stream.order import sample_at
+from pipeline.stream.philox import Stream
+
+_log = logging.getLogger(__name__)
 
 CHAPTERS: tuple[type[Chapter], ...] = (  # in the page's order
     AttentionChapter, DeiTChapter, MapsChapter, RegionsChapter, ImagesChapter, PerViTChapter, ExtremesChapter, ConViTChapter, LSATChapter,
@@ -108,11 +114,9 @@ def analyze(subjects: Sequence[Subject], options: Options) -> None:
     results = [analyze_one(world) for analyze_one in passes]
     if world.is_main:
         found = compared(dict(zip(names, results)))
-        about = {
-            "model": ", ".join(names),
-            "models": {name: str(each.origin["checkpoint"]) for name, each in zip(names, subjects)},
-        }
-        write_analysis(options.output, {**about, "images": results[0]["images"]}, found)
+        sources = {name: str(each.origin["checkpoint"]) for name, each in zip(names, subjects)}
+        about = {"model": ", ".join(names), "models": sources, "images": results[0]["images"]}
+        write_analysis(options.output, about, found)
         console.say(f"{counted(len(found.plots), 'figure')} of {len(names)} models; {options.output / PAGE}")
     disconnect()
 
@@ -132,8 +136,13 @@ def _plan(subject: Subject, options: Options) -> Callable[[World], dict[str, Any
     if options.data is None:
         restrict(findings, options.only)  # raises before the start of several processes
     else:
-        split = choosing.open_images(options.data, options.split, subject.classes, str(subject.origin["checkpoint"]))
-        numbers = choosing.example_numbers(split, options.example, options.examples, options.seed)
+        split = open_split(options.data, options.split, subject.classes or None)
+        if subject.classes:  # fresh weights have none, and take any
+            check_same_classes(split, subject.classes, of=str(subject.origin["checkpoint"]))
+        if len(split) == 0:
+            problem = f"{split.folder} must have at least 1 image in {options.split}, got 0"
+            raise UserError(problem, "pass another --data or --split")
+        numbers = example_numbers(split, options.example, options.examples, options.seed)
     return partial(_carry_out, subject, options, request, findings, split, numbers)
 
 
@@ -146,11 +155,11 @@ def _carry_out(
         subject.model.to(world.device)
         config = subject.config.with_values({"eval.batch_size": options.batch_size})
         with console.stage("reading the examples"):
-            examples = choosing.load_examples(split, numbers, config, world) if world.is_main else []
+            examples = load_examples(split, numbers, config, world) if world.is_main else []
         request = replace(request, examples=examples)
         chapters = chapters_of(request)
         # In the order of the split, in which reading is fastest.
-        chosen = ChosenImages(split, np.sort(choosing.choose(len(split), options.images, options.seed)))
+        chosen = ChosenImages(split, np.sort(choose(len(split), options.images, options.seed)))
         loader = evaluation_loader(chosen, config, world)
         count = run_pass(subject.model, loader, world, [seen for chapter in chapters for seen in chapter.collectors])
         report_bad_samples(world, loader.bad.take_unreported(), {})
@@ -176,6 +185,54 @@ def _carry_out(
         console.say(f"{made}; {options.output / PAGE}, numbers in {options.output / ANALYSIS}")
     subject.model.to("cpu")  # the next model's turn
     return result
+
+
+def choose(size: int, count: int, seed: int) -> np.ndarray:
+    """Numbers of ``count`` samples out of ``size``, at random without replacement; all of them if there are fewer.
+
+    The first of them are a random choice too, and the same for every count: (min(count, size),) int64, in random order.
+    """
+    return sample_at(np.arange(min(count, size)), 0, size, seed, Stream.SUBSET)
+
+
+def example_numbers(split: ShardSet | ImageFolder, keys: Sequence[str], count: int, seed: int) -> np.ndarray:
+    """Sample numbers of the examples: those with the given keys, or without keys the first ``count`` of :func:`choose`. Raises
+    UserError: there is no sample of a key."""
+    if not keys:
+        return choose(len(split), count, seed)
+    found = {key: index for index in range(len(split)) if (key := split.key(index)) in keys}
+    for key in keys:
+        if key not in found:
+            problem = f"{split.folder} has no sample {key!r} in {split.split or 'the folder'}"
+            raise UserError(problem, f"pass keys such as {split.key(0)} and {split.key(len(split) - 1)}")
+    return np.array([found[key] for key in keys], dtype=np.int64)
+
+
+def load_examples(split: ShardSet | ImageFolder, numbers: np.ndarray, config: Config, world: World) -> list[Example]:
+    """Decode the examples, by their sample numbers (n,), as an evaluation does. Those that cannot be used are left out, with a warning.
+    Not collective."""
+    if len(numbers) == 0:
+        return []
+    images = ChosenImages(split, numbers)
+    one_batch = {"eval.batch_size": len(numbers), "data.read_ahead": 1, "data.prefetch": 1}
+    loader = evaluation_loader(images, config.with_values(one_batch), World(0, 1, world.device, world.cpu_threads))
+    batch = next(loader)
+    loader.close()
+    for sentence in loader.bad.take_unreported().values():
+        _log.warning(sentence)
+    mean, std = (
+        torch.tensor(values, device=world.device)[:, None, None] for values in (config.data.mean, config.data.std)
+    )  # (3, 1, 1)
+    return [
+        Example(
+            key=images.key(place),
+            label=images.class_names[int(batch.request.label[place])],
+            pixels=(batch.images[place] * std + mean).clamp(0, 1).cpu(),
+            image=batch.images[place].clone(),
+        )
+        for place in range(len(numbers))
+        if batch.request.valid[place]
+    ]
 
 
 def chapters_of(request: Request) -> list[Chapter]:

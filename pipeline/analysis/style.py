@@ -97,6 +97,9 @@ def layer_plot(
         stages: of the layers, from 1; None: it has none. A change is marked, and its ``word`` and number are above.
         axes: to draw into (default: a figure of its own).
     """
+    from matplotlib.colors import to_rgb
+
+    light = tuple((1 + channel) / 2 for channel in to_rgb(color))  # not transparent, so that no grid shows through
     layers, means, most = range(1, len(values) + 1), [], 1
     axes = axes or new_figure(max(5.0, (0.27 if points else 0.55) * len(values) + 1.0), 2.8).add_subplot()
     for layer, of_layer in zip(layers, values):
@@ -105,7 +108,7 @@ def layer_plot(
         width = (0.44 if points else 0.8) / len(heads)
         places = layer + width * (np.arange(len(heads)) - (len(heads) - 1) / 2)
         if not points:
-            axes.bar(places[finite], heads[finite], width * 0.9, color=_lighter(color), linewidth=0)
+            axes.bar(places[finite], heads[finite], width * 0.9, color=light, linewidth=0)
         elif len(heads) > 1:
             axes.plot(places, heads, ".", color=color, alpha=0.45, markersize=4, label=part if layer == 1 else None)
         means.append(heads[finite].mean() if finite.any() else np.nan)
@@ -146,13 +149,6 @@ def patches_beside(figure: Figure, per_unit: float) -> Figure:
         scale.set_ylabel("patches")
         scale.spines["right"].set_visible(True)
     return figure
-
-
-def _lighter(color: str) -> tuple[float, ...]:
-    """Half way to white; not transparent, so that no grid shows through."""
-    from matplotlib.colors import to_rgb
-
-    return tuple((1 + channel) / 2 for channel in to_rgb(color))
 
 
 def _mark_stages(axes: Axes, layers: Sequence[int], stages: Sequence[int | None], word: str) -> None:

@@ -9,7 +9,7 @@ with the settings of :func:`pipeline.optim.engine.deepspeed_config`, of the rank
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -79,7 +79,7 @@ def forms_of(trace: Trace, model: VisionModel, layout: Layout) -> Iterator[None]
 
 def _packed_attention(trace: Trace, qkv: Tensor, log_phi: Tensor | None, head_dim: int | None = None) -> Tensor:
     """:func:`pipeline.kernels.peripheral.packed_attention` on a GPU that runs the Triton kernels."""
-    return packed_attention(qkv, None, head_dim) if log_phi is None else _Packed.apply(trace, *_cast(qkv), log_phi)
+    return packed_attention(qkv, None, head_dim) if log_phi is None else _Fused.apply(trace, log_phi, *_cast(qkv))
 
 
 def _triton_attention(trace: Trace, q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor | None) -> Tensor:
@@ -103,7 +103,7 @@ class _CudaFunctions(TorchFunctionMode):
             q, k, v = _cast(*args[:3])
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             bias = None if mask is None else _cast(mask)[0].expand(*q.shape[:-1], k.shape[-2])
-            return _Fused.apply(self._trace, q, k, v, bias)
+            return _Fused.apply(self._trace, bias, q, k, v).transpose(-3, -2)
         casts = torch.is_autocast_enabled("cpu") and [getattr(value, "dtype", None) is torch.bfloat16 for value in args]
         if casts and name in _FLOAT32:
             args = tuple(value.float() if cast else value for value, cast in zip(args, casts))
@@ -119,61 +119,40 @@ def _cast(*tensors: Tensor) -> list[Tensor]:
 
 
 class _Fused(torch.autograd.Function):
-    """What PyTorch's fused attention allocates and keeps, as one operator. q, k, v (..., N, head_dim); bias (..., N, N)."""
+    """What fused attention allocates and keeps, as one operator: PyTorch's, of q, k, v (..., N, head_dim) and a bias (..., N, N); or that
+    of :mod:`pipeline.kernels.fused`, of one tensor qkv (B, N, 3, heads, width) and log Φp (heads, N, N). Returns (..., N, heads, width):
+    the heads of a token are side by side, so that merging them needs no copy."""
 
     @staticmethod
-    def forward(ctx: Any, trace: Trace, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, trace: Trace, bias: Tensor | None, *tensors: Tensor) -> Tensor:
+        q, _, v = heads = _heads_of(tensors)
         with trace.recording(False):
-            *batch, heads, tokens, _ = q.shape
-            # The heads of a token are side by side, so that merging them needs no copy.
-            out = q.new_empty(*batch, tokens, heads, v.shape[-1]).transpose(-3, -2)
-            ctx.save_for_backward(q, k, v, bias, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
-        ctx.trace = trace
-        trace.attention(2, (q, k, v), [tensor for tensor in (q, k, v, bias) if tensor is not None], [out])
+            *batch, count, tokens, _ = q.shape
+            out = q.new_empty(*batch, tokens, count, v.shape[-1])
+            ctx.save_for_backward(bias, out, q.new_empty(q.shape[:-1], dtype=torch.float32), *tensors)
+        ctx.trace, ctx.name = trace, PERIPHERAL if len(tensors) == 1 else ""
+        trace.attention(2, heads, [*tensors, *([] if bias is None else [bias])], [out], name=ctx.name)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, out, _ = ctx.saved_tensors
-        learned = bias is not None and ctx.needs_input_grad[4]
+        bias, out, log_sums, *tensors = ctx.saved_tensors
+        learned = []
         with ctx.trace.recording(False):
-            gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
-            if learned:
-                gradients.append(q.new_empty(bias.shape))
-        read = [tensor for tensor in (q, k, v, out, bias, grad) if tensor is not None]
-        ctx.trace.attention(5, (q, k, v), read, gradients, kernels=2 + learned)
-        return None, *gradients, *([] if learned else [None])
+            gradients = [torch.empty_like(tensor) for tensor in tensors]
+            if ctx.name:
+                torch.empty_like(log_sums)
+            if bias is not None and ctx.needs_input_grad[1]:
+                parts = bias.new_empty(min(_GROUPS, len(out)), *bias.shape).sum(0) if ctx.name else out.new_empty(bias.shape)
+                learned.append(parts)
+        read = [tensor for tensor in (*tensors, out, bias, grad) if tensor is not None]
+        ctx.trace.attention(5, _heads_of(tensors), read, [*gradients, *learned], 2 + len(learned), ctx.name)
+        return None, *(learned or [None]), *gradients
 
 
-class _Packed(torch.autograd.Function):
-    """The same of :mod:`pipeline.kernels.fused`: qkv (B, N, 3, heads, width), log Φp (heads, N, N)."""
-
-    @staticmethod
-    def forward(ctx: Any, trace: Trace, qkv: Tensor, log_phi: Tensor) -> Tensor:
-        batch, tokens, _, heads, width = qkv.shape
-        with trace.recording(False):
-            out = qkv.new_empty(batch, tokens, heads, width)
-            ctx.save_for_backward(qkv, log_phi, out, qkv.new_empty(batch, heads, tokens, dtype=torch.float32))
-        ctx.trace = trace
-        trace.attention(2, _heads_of(qkv), [qkv, log_phi], [out], name=PERIPHERAL)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, log_phi, out, log_sums = ctx.saved_tensors
-        learned = ctx.needs_input_grad[2]
-        with ctx.trace.recording(False):
-            gradients = [torch.empty_like(qkv)]
-            torch.empty_like(log_sums)
-            if learned:
-                gradients.append(qkv.new_empty(min(_GROUPS, len(qkv)), *log_phi.shape, dtype=log_phi.dtype).sum(0))
-        ctx.trace.attention(5, _heads_of(qkv), [qkv, out, log_phi, grad], gradients, 2 + learned, PERIPHERAL)
-        return None, *gradients, *([] if learned else [None])
-
-
-def _heads_of(qkv: Tensor) -> tuple[Tensor, ...]:
-    """(B, N, 3, heads, width) -> q, k and v (B, heads, N, width)."""
-    return tuple(part.transpose(1, 2) for part in qkv.unbind(2))
+def _heads_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """q, k and v (..., heads, N, width), of these or of (B, N, 3, heads, width)."""
+    return tensors if len(tensors) == 3 else [part.transpose(1, 2) for part in tensors[0].unbind(2)]
 
 
 def _chunks_of(trace: Trace) -> Any:

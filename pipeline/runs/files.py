@@ -3,13 +3,12 @@
 Nothing here needs PyTorch.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,7 +114,9 @@ class RunFiles:
         self.events, damaged = self._file(EVENTS, _rows) or ([], 0)
         self.problems += [lines_left_out(damaged, EVENTS)] if damaged else []
         self.restarts = self._file(RESTARTS, _entries) or []
-        self.holder = _holder(self.path / LOCK)
+        self.holder = None
+        with suppress(OSError), open(open_regular(self.path / LOCK), "rb") as file:
+            self.holder = read_holder(file.fileno())
         try:
             self.saving = any(name.startswith(SAVING) for name in os.listdir(self.path / CHECKPOINTS))
         except OSError:
@@ -126,11 +127,11 @@ class RunFiles:
         """Changes when one of the small files does."""
         return tuple(_stamp(self.path / name) for name in (CONFIG, ENVIRONMENT, EVENTS))
 
-    def value(self, key: str, default: Any = None) -> Any:
-        """A value of the config by its dotted key; ``default`` where there is none."""
+    def value(self, key: str) -> Any:
+        """A value of the config by its dotted key; None where there is none."""
         section, _, name = key.rpartition(".")
         values = self.config.get(section) if section else self.config
-        return values.get(name, default) if isinstance(values, dict) else default
+        return values.get(name) if isinstance(values, dict) else None
 
     def number(self, key: str) -> float | None:
         """A number of the config by its dotted key; None where there is none."""
@@ -230,17 +231,6 @@ def _checkpoint(step: int, folder: Path) -> Checkpoint:
         problem = f"{folder} cannot be read ({error.strerror})."
     stamp = _stamp(folder / MANIFEST) or _stamp(folder)
     return Checkpoint(step, folder, manifest, problem, stamp[2] / 1e9 if stamp else 0.0)
-
-
-def _holder(path: Path) -> Holder | None:
-    try:
-        descriptor = open_regular(path)
-    except OSError:
-        return None
-    try:
-        return read_holder(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _stamp(path: Path) -> Stamp:

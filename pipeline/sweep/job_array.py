@@ -62,29 +62,29 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
         raise UserError(f"{sweep.file} has {len(sweep.runs)} runs, but {tasks}", "split the file")
     submission = _write_submission(sweep)
     arrays = sorted(set(queued.values()), key=int)
-    name = re.sub(r"[^\w.-]+", "_", sweep.folder.name)
+    name, logs = re.sub(r"[^\w.-]+", "_", sweep.folder.name), str(sweep.folder / LOGS).replace("%", "%%")
     if todo:
         consecutive = groupby(enumerate(run.number for run in todo), key=lambda pair: pair[1] - pair[0])
         parts = [[number for _, number in pairs] for _, pairs in consecutive]  # 1, 2, 3, 5 are 1-3,5
         ranges = ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
         indices = ranges + (f"%{at_once}" if at_once else "")
-        log = f"{_escaped(sweep.folder / LOGS)}/%A_%a.out"
         own = [f"--array={indices}", str(SCRIPT), TASK, str(submission)]
         try:
-            array = _sbatch(f"--job-name={name}", f"--output={log}", *options, *own)
+            array = _sbatch(f"--job-name={name}", f"--output={logs}/%A_%a.out", *options, *own)
         except UserError:
             shutil.rmtree(submission)
             raise
         arrays.append(array)
-        logs = f"{sweep.folder / LOGS}/{array}_TASK.out"
-        print(f"job array {array}: {len(todo)} of {len(sweep.runs)} runs, tasks {indices}, logs {logs}")
+        print(
+            f"job array {array}: {len(todo)} of {len(sweep.runs)} runs, tasks {indices}, logs {sweep.folder / LOGS}/{array}_TASK.out"
+        )
     for what, count in (("finished already", len(finished)), ("in the queue already", len(queued))):
         if count:
             print(f"{what}: {count} of {len(sweep.runs)} runs", flush=True)
     after = f"--dependency=afterany:{':'.join(arrays)}"
     where = [option for option in options if option.removeprefix("--").partition("=")[0] in _WHERE]
     own = [f"--job-name={name}-report", *"--nodes=1 --ntasks=1 --mem=4G --time=01:00:00 --requeue --open-mode=append".split()]
-    own += [f"--output={_escaped(sweep.folder / LOGS)}/report-%j.out", *([after] if arrays else []), *where]
+    own += [f"--output={logs}/report-%j.out", *([after] if arrays else []), *where]
     try:
         report = _sbatch(*own, f"--wrap=exec bash {SCRIPT} --report {shlex.quote(str(submission))}")
     except UserError as error:
@@ -174,7 +174,3 @@ def _run(*command: str, environment: dict[str, str] | None = None) -> subprocess
 
 def _last(text: str) -> str:
     return (text.strip().splitlines() or ["no message"])[-1].removeprefix("sbatch: ").removeprefix("error: ").rstrip(".")
-
-
-def _escaped(path: Path) -> str:
-    return str(path).replace("%", "%%")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pipeline import analyze
-from pipeline.analysis import images as choosing
+from pipeline.analysis import session as choosing
 from pipeline.analysis.chapter import Findings, Plot
 from pipeline.analysis.measures import mean_attention_distance, nonlocality, query_key_distances
 from pipeline.analysis.session import Options
