@@ -9,8 +9,6 @@ only the figures of the weights are made. A model's name stands for fresh weight
 shows them in one plot.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

@@ -6,8 +6,6 @@
 Features are what the classifier sees. --data has the splits train and val, of any classes: those that the model was trained on or others.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

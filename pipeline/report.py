@@ -16,8 +16,6 @@ With several runs, or a folder that holds some, the page compares them. --table 
 that `evaluate --json` or `throughput --json` has written, beside the runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from functools import partial

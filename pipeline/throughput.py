@@ -7,8 +7,6 @@ The median of batches for two seconds after a warm-up, with fresh weights, in fp
 paper: ConViT's Table 1 is of a Quadro GP100 and batches of 128, LSAT's Tables 3 and 4 of a GPU that they do not name.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

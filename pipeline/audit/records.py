@@ -4,8 +4,6 @@ The learning rate of a step, its samples and all that is drawn for them are pure
 of ``metrics.jsonl`` and of the sample logs can be computed again.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Train some steps of a run again, from the checkpoint before them, and compare what comes out with what the run has written."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -8,8 +8,6 @@
     URL/.lock                                                      who writes it
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

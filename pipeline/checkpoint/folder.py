@@ -9,8 +9,6 @@ A folder gets its name by a rename after all of its files are on disk, and loses
 removed. So a folder named ``step-...`` is complete; the checksums detect later damage.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -8,8 +8,6 @@ in the folder does not take it away.
 A store that does not answer, or refuses, is tried again for ever; the run goes on, and what is kept on the disk is bounded by retention.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import queue

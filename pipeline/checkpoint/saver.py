@@ -1,7 +1,5 @@
 """Save checkpoints in the background: the training waits for a copy in memory only, and a checkpoint is published at once."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Decide together: the error of one rank is raised on all, and all stop, or publish a checkpoint, at the same step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta

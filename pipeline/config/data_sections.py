@@ -1,7 +1,5 @@
 """Define the config keys of the data and its augmentation; see ``sections``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 

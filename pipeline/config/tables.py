@@ -5,8 +5,6 @@ one, and a row with neither is another model's, with the paper's figures only. T
 name, and those of a table's configs with the table's, so that a config is found without reading the other papers.
 """
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass, field
 from functools import cache

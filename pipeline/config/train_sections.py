@@ -1,7 +1,5 @@
 """Define the config keys of model, training and optimizer, and how micro-batches add up to the global batch; see ``sections``."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ kernel has the same arithmetic as Pillow's and takes 0.3 ms, so on a CPU DALI on
 (:mod:`pipeline.loader.dali_graph`).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -8,8 +8,6 @@ Inputs are not copied (``no_copy``): DALI reads the NumPy arrays themselves, and
 they belong to is done. A source must never write into an array that it has returned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Run DALI between reader and loader, and recover from images that it cannot decode."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 

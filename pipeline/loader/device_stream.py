@@ -1,7 +1,5 @@
 """Give the loader a CUDA stream of its own, copy arrays to the device in one piece, and hand batches to the stream that trains."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

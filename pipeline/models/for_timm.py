@@ -11,8 +11,6 @@ A model is this project's own, with the attributes and methods that users of tim
 ablation switches are an argument, ``switches``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Describe SGD with momentum."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ another's: who wants the place watches whether the object changes. An owner that
 took the place learns it by its next write, and stops.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import secrets

@@ -7,8 +7,6 @@ A request that fails is repeated after a pause that grows. What that comes to de
 - it refuses credentials: all requests end with a sentence at once.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import math

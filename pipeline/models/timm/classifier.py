@@ -5,8 +5,6 @@ Its module is the submodule ``net``, so that parameter names are ``net.`` and ti
 ``timm.create_model``.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

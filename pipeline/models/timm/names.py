@@ -1,8 +1,6 @@
 """Know timm's names, of models (``timm:NAME``), of its weights in the Hugging Face hub and of the files in its folders, without timm and
 PyTorch."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

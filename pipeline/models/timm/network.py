@@ -1,8 +1,6 @@
 """Build timm's networks; find out by a trial pass what a network does: its stochastic depth, what else it draws, its
 features."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -6,8 +6,6 @@ these needs no timm. Other widths go into ``model_args``, timm's keyword argumen
 families, keep this project's name: :mod:`pipeline.models.for_timm` registers it with timm.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
