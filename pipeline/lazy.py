@@ -30,11 +30,9 @@ def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], Call
 
 
 def import_named(key: str, name: str, what: str) -> Any:
-    """What ``name``, the ``module:Class`` of the config's ``key``, stands for; the module is installed, on PYTHONPATH or in the current folder.
-
-    Raises:
-        UserError: it cannot be imported; ``what`` it must be is such as "a class that can be imported, as module:Class".
-    """
+    """What ``name``, the ``module:Class`` of the config's ``key``, stands for; the module is installed, on PYTHONPATH or in the
+    current folder. Raises UserError: it cannot be imported; ``what`` it must be is such as "a class that can be imported, as
+    module:Class"."""
     module, _, attribute = name.partition(":")
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # Python itself does so for `python -m`, but not for `pervit`

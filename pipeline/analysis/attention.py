@@ -194,9 +194,7 @@ class DeiTChapter(GridChapter):
     def _attention_maps(self, findings: Findings) -> list[Plot]:
         maps = [of_query for of_query, _ in self._shown]
         findings.measure("attention_maps", maps, f"[example]{_MAPS}; examples in the order of examples", _DIGITS)
-        caption = (
-            "Attention of the marked patch to all patches. One column per layer, one row per head; the colours are logarithmic."
-        )
+        caption = "Attention of the marked patch to all patches. Columns are layers, rows heads; the colours are logarithmic."
         return self.plots_on_examples(caption, maps, _draw_maps)
 
     @cached_property

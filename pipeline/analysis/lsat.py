@@ -173,9 +173,7 @@ class LSATChapter(Chapter):
             self.model(example.image[None])
         return found[0]
 
-    @figure(
-        "attention_distance", "How far the heads of global attention look", "the measure is that of ConViT, Fig. 5", "images"
-    )
+    @figure("attention_distance", "How far heads of global attention look", "the measure is that of ConViT, Fig. 5", "images")
     def _distances(self, findings: Findings) -> Plot:
         first = int(len(self._shifts) > 1)  # the local layer has none
         found: list[Tensor | None] = [None] * first

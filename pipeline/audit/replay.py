@@ -79,9 +79,7 @@ def choose(records: Records, count: int, longest: int, steps: Sequence[int], pro
     ``steps`` is not in any."""
     known = [0, *(step for step in records.manifests if step not in records.damaged)]
     keys = ("world_size", "zero_stage")
-    starts = [
-        row for row in records.files.events if row.get("event") == "start" and all(is_count(row.get(key)) for key in keys)
-    ]
+    starts = [row for row in records.files.events if row.get("event") == "start" and all(is_count(row.get(k)) for k in keys)]
     end = max(records.steps, default=0)
 
     def window(first: int) -> Window:

@@ -81,9 +81,7 @@ def _others(run_dir: Path) -> list[str]:
         ".replaced-*": "makes room for a newer one of its step, or did when the run ended",
         "damaged-*": "was found damaged and replaced",
     }
-    found = (
-        (path, meaning) for pattern, meaning in meanings.items() for path in sorted((run_dir / folders.FOLDER).glob(pattern))
-    )
+    found = ((path, what) for pattern, what in meanings.items() for path in sorted((run_dir / folders.FOLDER).glob(pattern)))
     return [f"{path.name} {meaning}" for path, meaning in found]
 
 

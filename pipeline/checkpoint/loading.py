@@ -118,11 +118,8 @@ def _unreadable(error: OSError) -> UserError:
 def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: World) -> None:
     """Load a checkpoint into a new engine of the same model and optimizer, at any ZeRO stage and world size. Collective.
 
-    Averaged weights and buffers are initialized from the weights and buffers if the checkpoint has none.
-
-    Raises:
-        UserError: on every rank: the checkpoint is of another model or optimizer, or can no longer be read.
-    """
+    Averaged weights and buffers are initialized from the weights and buffers if the checkpoint has none. Raises UserError: on
+    every rank: the checkpoint is of another model or optimizer, or can no longer be read."""
     if verified.manifest.optimizer_state:
         create_state(engine)
 

@@ -191,9 +191,7 @@ class Mirror:
                 if not self._warned:
                     self._warned = True
                     problem = error.problem if isinstance(error, UserError) else first_line(error)
-                    _log.warning(
-                        f"{problem}: the run goes on in {self._run_dir}, and its upload is tried again until it succeeds"
-                    )
+                    _log.warning(f"{problem}: the run goes on in {self._run_dir}, its upload is tried again until it succeeds")
                 if isinstance(error, StoreFails):
                     self._store.reopen()
                 if self._closing.wait(pause):

@@ -59,12 +59,9 @@ class Agreement:
     A call starts an all-reduce and returns the result of the one before: no rank waits, yet all act at the same step.
     Collective: every rank must make the same calls.
 
-    gloo's ring passes a status on 2 (N - 1) times, one after the other, at about 40 µs each. From 512 ranks on only every second
-    call starts an all-reduce, at 1,024 every fourth, so that steps of 20 ms still do not wait for it.
-
-    Raises:
-        UserError: the ranks cannot reach each other; an exchange waits for one for ``timeout`` seconds.
-    """
+    gloo's ring passes a status on 2 (N - 1) times, one after the other, at about 40 µs each. From 512 ranks on only every
+    second call starts an all-reduce, at 1,024 every fourth, so that steps of 20 ms still do not wait for it. Raises UserError:
+    the ranks cannot reach each other; an exchange waits for one for ``timeout`` seconds."""
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT, every: int | None = None) -> None:
         self._every = every or max(1, dist.get_world_size() // _RANKS_PER_CALL)

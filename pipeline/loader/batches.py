@@ -151,9 +151,7 @@ class TrainBatches(Batches):
             return place[0] * windows + min(place[1] // blocks.window_samples, windows - 1)
 
         coming = range(window(before) + 2 if before else 1, window(now) + 2)
-        return [
-            run for number in coming for run in blocks_of_window(number % windows, number // windows, size, self.seed, blocks)
-        ]
+        return [run for n in coming for run in blocks_of_window(n % windows, n // windows, size, self.seed, blocks)]
 
     @property
     def _placing(self) -> Placing:

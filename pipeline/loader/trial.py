@@ -37,9 +37,7 @@ class Turns:
     @classmethod
     def of_steps(cls, start: int, prefetch: int, batches_per_step: int) -> Turns:
         """Turns of whole steps. A loader holds ``prefetch`` finished batches, as many decoded ones, and those in the making."""
-        settling, measured = (
-            math.ceil(batches / batches_per_step) * batches_per_step for batches in (2 * prefetch + 2, _MEASURED)
-        )
+        settling, measured = (math.ceil(least / batches_per_step) * batches_per_step for least in (2 * prefetch + 2, _MEASURED))
         return cls(start, settling, measured)
 
     @property

@@ -73,9 +73,7 @@ def outlive_the_terminal() -> None:
         with suppress(OSError, ValueError, AttributeError):  # closed, or not a file: leave it
             raw = _LossyFile(stream.fileno(), "w", closefd=False)
             lines = stream.line_buffering or stream.write_through  # stderr: else a bar is not cleared before what is written
-            lossy = io.TextIOWrapper(
-                io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=lines
-            )
+            lossy = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=lines)
             stream.flush()
             setattr(sys, name, lossy)
 

@@ -56,9 +56,7 @@ def details(name: str) -> str:
         from pipeline.models.imported import function_of  # imported late, with PyTorch
 
         taken = [str(each) for each in function_of(path)[1].values()]
-        return "\n".join(
-            [*lines, "", f"Arguments, of which model.options sets those that no other key does: {', '.join(taken)}"]
-        )
+        return "\n".join([*lines, "", f"Arguments; model.options sets those that no other key does: {', '.join(taken)}"])
     if is_timm(name):
         from pipeline.models.timm.network import arguments_of  # imported late: timm is an extra
 

@@ -28,11 +28,9 @@ _REMEDY = "choose another optimizer"
 
 
 class ImportedOptimizer(OptimizerDescription):
-    """A class from another package, constructed with ``lr`` and ``optim.options``; ``decays``: whether it takes ``weight_decay``.
-
-    Raises:
-        UserError: it cannot be imported, is not an optimizer, refuses its options, or keeps what a checkpoint cannot hold.
-    """
+    """A class from another package, constructed with ``lr`` and ``optim.options``; ``decays``: whether it takes
+    ``weight_decay``. Raises UserError: it cannot be imported, is not an optimizer, refuses its options, or keeps what a
+    checkpoint cannot hold."""
 
     def __init__(self, config: OptimConfig) -> None:
         self._config, self._class = config, _imported(config.name)

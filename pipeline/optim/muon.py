@@ -114,9 +114,7 @@ class MuonDescription(AdamW):
 
     def matrices(self, model: nn.Module) -> set[str]:
         """Weights of the linear layers between stem and classifier, for which Muon is made (Jordan et al., 2024)."""
-        linear = (
-            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module.weight.requires_grad
-        )
+        linear = (name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each.weight.requires_grad)
         last = model.num_layers - 1  # type: ignore[operator]
         names = {f"{name}.weight" for name in linear if 0 < model.layer_of(f"{name}.weight") < last}  # type: ignore[operator]
         if not names:

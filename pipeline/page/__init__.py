@@ -141,11 +141,8 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
 
 
 def jpeg_uri(encoded: bytes, side: int = 160) -> str:
-    """An image as the address of itself, its longer side at most ``side`` pixels.
-
-    Raises:
-        OSError, ValueError: it cannot be decoded.
-    """
+    """An image as the address of itself, its longer side at most ``side`` pixels. Raises OSError, ValueError: it cannot be
+    decoded."""
     from PIL import Image
 
     with Image.open(io.BytesIO(encoded)) as image:
@@ -155,11 +152,8 @@ def jpeg_uri(encoded: bytes, side: int = 160) -> str:
 
 
 def png_uri(path: Path, longest: int = 1400) -> str:
-    """A PNG file as the address of itself, made smaller where a side is longer than ``longest`` pixels.
-
-    Raises:
-        OSError, ValueError: it cannot be decoded.
-    """
+    """A PNG file as the address of itself, made smaller where a side is longer than ``longest`` pixels. Raises OSError,
+    ValueError: it cannot be decoded."""
     from PIL import Image
 
     with Image.open(path) as image:

@@ -35,11 +35,7 @@ class Found:
         return f"{self.name}@{self.step}"
 
     def png(self) -> bytes:
-        """The encoded image.
-
-        Raises:
-            OSError, ValueError: it is no longer there.
-        """
+        """The encoded image. Raises OSError, ValueError: it is no longer there."""
         with open(self.file, "rb") as file:
             file.seek(self.place)
             event = _event(file.read(self.size))

@@ -20,11 +20,8 @@ _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 class RemotePath:
     """A place in a store. ``path / name`` and ``str(path)`` are as of a :class:`~pathlib.Path`; it holds no secrets.
 
-    The functions of ``os`` and ``open`` take it for a file that does not exist.
-
-    Raises:
-        UserError: another scheme, no bucket, or a URL with a password or a signature.
-    """
+    The functions of ``os`` and ``open`` take it for a file that does not exist. Raises UserError: another scheme, no bucket, or
+    a URL with a password or a signature."""
 
     scheme: str  # s3, gs, az, https, or http of this machine
     host: str  # bucket, container, or host and port
@@ -97,11 +94,7 @@ def place_argument(text: str) -> Place:
 
 
 def check_bucket(place: Place, option: str = "") -> None:
-    """Check that a place can be written to.
-
-    Raises:
-        UserError: it is a web server, or a folder.
-    """
+    """Check that a place can be written to. Raises UserError: it is a web server, or a folder."""
     if not isinstance(place, RemotePath) or place.scheme not in ("s3", "gs", "az"):
         why = " (a web server can only be read)" if isinstance(place, RemotePath) else ""
         raise UserError(f"{option or 'the URL'} must be s3://BUCKET/PREFIX, gs:// or az://, got {place}{why}", "correct it")

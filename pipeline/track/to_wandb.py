@@ -123,13 +123,10 @@ def _kept_offline(root: Path, id: str) -> int | None:
 def history(path: Path) -> Iterator[dict[str, Any]]:
     """Read the rows of an offline file, as far as it was written: name -> value, with ``_step``; names of parts are joined by a dot.
 
-    The file is a LevelDB log: after a header of 7 bytes, blocks of 32 KiB; in these, chunks of checksum (4 bytes), length (2) and type (1:
-    whole, 2: first, 3: middle, 4: last part of a record). A record is a protocol buffer of the client's own. The client keeps up to a
-    block in memory, so a kill costs the newest rows; they are sent again.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or not any further.
-    """
+    The file is a LevelDB log: after a header of 7 bytes, blocks of 32 KiB; in these, chunks of checksum (4 bytes), length (2)
+    and type (1: whole, 2: first, 3: middle, 4: last part of a record). A record is a protocol buffer of the client's own. The
+    client keeps up to a block in memory, so a kill costs the newest rows; they are sent again. Raises OSError, ValueError: it
+    cannot be read, or not any further."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 

@@ -87,9 +87,7 @@ def _take_step(prepared: PreparedRun, world: World) -> tuple[float, str]:
     count = min(_MICRO_BATCHES, settled.accumulation)
     train_state.engine.train()
     images = counted(count * config.train.micro_batch, "random image")
-    say_once(
-        world, f"taking a step on {images}: {count} of {counted(settled.accumulation, 'micro-batch')}, forward and backward"
-    )
+    say_once(world, f"a step on {images}: {count} of {counted(settled.accumulation, 'micro-batch')}, forward and backward")
     began = time.perf_counter()
     with stage("taking a step"):
         result = train_step(train_state, lambda: batch, lr, config.seed, count=count)

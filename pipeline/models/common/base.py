@@ -105,12 +105,8 @@ class VisionModel(nn.Module):
         return self.feature_maps(images, noise) if self.strides else self.class_scores(images, noise)
 
     def freeze(self, what: str | Sequence[str]) -> None:
-        """Let parameters learn no more: ``train.freeze`` of the config. BatchNorm among them normalizes by its running statistics from
-        now on, in training too.
-
-        Raises:
-            UserError: there are none of a name, or none are left.
-        """
+        """Let parameters learn no more: ``train.freeze`` of the config. BatchNorm among them normalizes by its running
+        statistics from now on, in training too. Raises UserError: there are none of a name, or none are left."""
 
         def fits(name: str, pattern: str) -> bool:
             plain = name.removeprefix("net.")  # as others' code calls it

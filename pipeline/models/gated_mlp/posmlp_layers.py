@@ -19,9 +19,7 @@ class ConvStem(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        halving = [
-            nn.Conv2d(inputs, outputs, 3, stride=2, padding=1) for inputs, outputs in ((3, width // 2), (width // 2, width))
-        ]
+        halving = [nn.Conv2d(into, out, 3, stride=2, padding=1) for into, out in ((3, width // 2), (width // 2, width))]
         self.convolutions = ModuleList([*halving, nn.Conv2d(width, width, 1)])
         self.norms = nn.ModuleList(nn.BatchNorm2d(c.out_channels, eps=BATCH_NORM_EPS) for c in self.convolutions)
 

@@ -22,11 +22,8 @@ _CLOSEST = 5  # tensors that may differ in a hint
 
 
 def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tensor]) -> VisionModel:
-    """Load a state dict under the authors' names strictly into a model from ``create_model``; a feature form takes all but the head.
-
-    Raises:
-        UserError: a name is missing, unknown or duplicate, or a shape differs.
-    """
+    """Load a state dict under the authors' names strictly into a model from ``create_model``; a feature form takes all but the
+    head. Raises UserError: a name is missing, unknown or duplicate, or a shape differs."""
     tables, pairs = model.reference_tables().keys(), model.reference_names
     renamed: dict[str, Tensor] = {}
     for key, value in state_dict.items():
@@ -51,11 +48,8 @@ def reference_state_dict(model: VisionModel) -> dict[str, Tensor]:
     """The model's weights under the names of the authors' code; :func:`load_reference_state_dict` reads them back.
 
     They are complete and in the authors' shapes. Parameters and BatchNorm statistics share the model's memory, as in
-    ``state_dict()``; constant tables (PosMLP's) are computed.
-
-    Raises:
-        UserError: the authors' code does not support one of the model's switches, or the model is a feature form.
-    """
+    ``state_dict()``; constant tables (PosMLP's) are computed. Raises UserError: the authors' code does not support one of the
+    model's switches, or the model is a feature form."""
     if model.strides:
         problem = f"this {type(model).__name__} is in its feature form, which has no head and which the authors' code lacks"
         raise UserError(problem, "pass a model from create_model without features")
@@ -81,9 +75,7 @@ def fitting_names(model: VisionModel, given: Set[str]) -> dict[str, str]:
 
 def names_without_head(model: VisionModel, names: Iterable[str]) -> set[str]:
     """Names, ours or the authors', without those of a classifier's head if ``model`` is a feature form; a classifier: all."""
-    return {
-        name for name in names if not (model.strides and _renamed(name, model.reference_names).startswith(model.head_names))
-    }
+    return {key for key in names if not (model.strides and _renamed(key, model.reference_names).startswith(model.head_names))}
 
 
 def added_names(model: VisionModel, given: Iterable[str]) -> set[str]:
