@@ -10,8 +10,6 @@ ending, it is a file, with FILE.md, the model card, and FILE.sha256 beside it; o
 kept an average of its weights (train.ema_decay), the average is exported unless --weights says otherwise.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from functools import partial
@@ -105,7 +103,7 @@ def check_options(args: argparse.Namespace, form: Format) -> str:
     return precision
 
 
-def read_subject(source: Path, step: int | str | None, weights: Kind | None, names: Names) -> Subject:
+def read_subject(source: Path, step: int | str | None, weights: "Kind | None", names: "Names") -> Subject:
     """Read a trained model and what is known of its training; PyTorch, which takes seconds, is imported only now."""
     from pipeline.checkpoint.weights import describe
     from pipeline.inference.trained import read_trained
@@ -118,7 +116,7 @@ def read_subject(source: Path, step: int | str | None, weights: Kind | None, nam
     return Subject(trained.build_model(), description, training_of(source, step, trained))
 
 
-def training_of(source: Path, step: int | str | None, trained: Trained) -> Training:
+def training_of(source: Path, step: int | str | None, trained: "Trained") -> Training:
     """What a run's folder, or an exported file, tells of the training of these weights."""
     from pipeline.exporting.card import without_folders
     from pipeline.models.timm.names import WEIGHTS, is_timm_folder
@@ -148,7 +146,7 @@ def training_of(source: Path, step: int | str | None, trained: Trained) -> Train
     )
 
 
-def export(subject: Subject, form: Format, place: Place, precision: str) -> tuple[int, str]:
+def export(subject: Subject, form: Format, place: "Place", precision: str) -> tuple[int, str]:
     """Export to a hidden folder, compare, write card and checksums, and publish; the size in bytes, and what was compared."""
     from pipeline.exporting.card import write_card
 

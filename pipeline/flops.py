@@ -8,8 +8,6 @@
 GMACs are those of one image: "modules" as the papers count, "+ attention" in full, "Φp" once per forward pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.models.flops import FlopRow
 
 
-def table(rows: list[FlopRow]) -> str:
+def table(rows: "list[FlopRow]") -> str:
     """Format the rows as an aligned table with the papers' figures and the relative differences."""
     lines = [
         f"{'model':<14} {'size':>5} {'params':>12} {'paper M':>8} {'diff':>7} {'Φp share':>9} "

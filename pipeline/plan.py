@@ -6,8 +6,6 @@
 Nothing large is built: the model's step is traced with tensors that have shapes and no values, so a laptop without a GPU will do.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -32,7 +30,7 @@ _EPILOG = """The exit code is 0 if the run fits into the GPUs' memory, 1 if it d
 CPU = "cpu"  # --gpu for processes without one
 
 
-def subject_of(args: argparse.Namespace) -> Subject:
+def subject_of(args: argparse.Namespace) -> "Subject":
     """What the command line asks about."""
     for option, count in {"--nodes": args.nodes, "--gpus-per-node": args.gpus_per_node, "--cpus": args.cpus}.items():
         if count is not None and count < 1:
@@ -56,7 +54,7 @@ def subject_of(args: argparse.Namespace) -> Subject:
     return Subject(config, args.nodes, args.gpus_per_node, gpu)
 
 
-def earlier_run(given: Path | None, subject: Subject, record: Path | None = None) -> tuple[Measured | None, str | None]:
+def earlier_run(given: Path | None, subject: "Subject", record: Path | None = None) -> "tuple[Measured | None, str | None]":
     """What replaces the model of time: ``--measured``, ``--gpu-record``, else the run that lies in the run's own folder.
 
     Returns:

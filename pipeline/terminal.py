@@ -3,8 +3,6 @@
 A file or a pipe gets the same words on whole lines, without colours and without bars.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -93,7 +91,7 @@ class Stage:
     def __init__(self, what: str, shown: bool = True) -> None:
         self._what, self._shown, self._over = what, shown, threading.Event()
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> "Stage":
         if self._shown:
             self._thread = threading.Thread(target=self._tell, name=f"stage: {self._what}", daemon=True)
             self._began = time.monotonic()

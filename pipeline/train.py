@@ -8,8 +8,6 @@ The first runs one process, the second one per GPU of a machine with 8, the thir
 The folder launch/ is in the repository, not in an installed package.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -64,7 +62,7 @@ def main() -> int:
         return connect_and_train(config, stop, load_recipe(args.config), args.dry_run)
 
 
-def check_paths(config: Config, look_only: bool) -> None:
+def check_paths(config: "Config", look_only: bool) -> None:
     """Check, before PyTorch is loaded, that shards, first weights and teacher are where the config says, except what of the data is
     in a store, and that a store of the run can be used; ``look_only``: write nothing there. Raises UserError: one is missing or
     refused."""

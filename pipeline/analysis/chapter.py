@@ -1,7 +1,5 @@
 """Declare what each model family adds to an analysis: its figures, the averages that they need, and numbers for ``analysis.json``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
@@ -81,7 +79,7 @@ class figure:
     needs: Literal["weights", "images", "examples"] = "weights"
     make: Callable[[Any, Findings], Plot | list[Plot]] = field(init=False)
 
-    def __call__(self, make: Callable[[Any, Findings], Plot | list[Plot]]) -> figure:
+    def __call__(self, make: Callable[[Any, Findings], Plot | list[Plot]]) -> "figure":
         self.make = make
         return self
 

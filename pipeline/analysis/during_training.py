@@ -5,8 +5,6 @@ come from forward passes of the engine, under ZeRO-3 too, over the first images 
 attention maps need little memory. They are passes of their own: nothing of the evaluation, and nothing of the training, changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +60,7 @@ class FirstImages:
         self._count = torch.zeros((), dtype=torch.float64, device=world.device)
 
     @classmethod
-    def of(cls, engine: Engine[VisionModel], config: Config, world: World) -> FirstImages | None:
+    def of(cls, engine: Engine[VisionModel], config: Config, world: World) -> "FirstImages | None":
         """For one evaluation of a run; None if ``eval.analyses`` is off, or there is nothing to follow."""
         if not config.eval.analyses or nothing_to_follow(engine.module):
             return None

@@ -9,8 +9,6 @@ Samples, draws and learning rates are computed again for every step. Of --window
 processes like the run's, else within bounds (docs/audit.md). The exit code is 1 if anything differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile
@@ -112,7 +110,7 @@ def _say(name: str, compared: str, problems: list[str]) -> None:
     print(f"{name}: {mark}; {compared}", *(f"  {problem}" for problem in problems), sep="\n", flush=True)
 
 
-def _page(run: str, state: str, verdict: str, findings: Iterable[Finding], replays: Iterable[Replay]) -> str:
+def _page(run: str, state: str, verdict: str, findings: "Iterable[Finding]", replays: "Iterable[Replay]") -> str:
     def rows(parts: Iterable[tuple[str, str, list[str]]]) -> list[tuple[object, ...]]:
         return [
             (name, "differs" if problems else "agrees", compared, join(map(partial(html, "<p>{}</p>"), problems)))

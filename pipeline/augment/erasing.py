@@ -3,8 +3,6 @@
 Ranges are those of timm, which the papers use: 2 % to a third of the area, aspect ratio 0.3 to 1/0.3, ten attempts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +37,7 @@ class RandomErasing(BatchAugmentation):
     place = 10
 
     @classmethod
-    def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> RandomErasing | None:
+    def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> "RandomErasing | None":
         return cls(augment.erasing, image_size) if augment.erasing else None
 
     def draw(self, places: Places) -> Erasing:

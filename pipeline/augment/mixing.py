@@ -8,8 +8,6 @@ The reference code (timm) mixes image i with image B-1-i of a rank's batch. A cy
 an image stand side by side (:mod:`pipeline.stream.order`), it is large enough that no two of them are paired.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +47,7 @@ class MixupCutmix(BatchAugmentation):
     place = 20
 
     @classmethod
-    def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> MixupCutmix | None:
+    def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> "MixupCutmix | None":
         settings = augment.mixup, augment.cutmix, augment.mix_switch, augment.mix_group
         return cls(*settings, image_size) if augment.mixes else None
 

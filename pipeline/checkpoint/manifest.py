@@ -4,8 +4,6 @@ Its own checksum detects disk errors and accidental edits. It does not stop an e
 value is also validated for type and range, and a file name must lie in the checkpoint's folder.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -34,7 +32,7 @@ def _check_shape(shape: list[int]) -> list[int]:
     return shape
 
 
-def _check_names(files: list[FileRecord]) -> list[FileRecord]:
+def _check_names(files: "list[FileRecord]") -> "list[FileRecord]":
     if len({file.name for file in files}) < len(files):
         raise ValueError("the files should have each name once")
     return files
@@ -135,7 +133,7 @@ class CheckpointManifest:
         return json.dumps({"xxh3": digest, "content": json.loads(content)}, indent=1) + "\n"
 
     @classmethod
-    def read(cls, folder: Path) -> CheckpointManifest:
+    def read(cls, folder: Path) -> "CheckpointManifest":
         """Read the manifest of a checkpoint's folder, which has its original name.
 
         Raises:
@@ -157,7 +155,7 @@ class CheckpointManifest:
         return manifest
 
     @classmethod
-    def parse(cls, text: str | bytes, source: str) -> CheckpointManifest:
+    def parse(cls, text: str | bytes, source: str) -> "CheckpointManifest":
         """Parse the output of :meth:`to_text`; ``source`` is for messages, of the errors of :meth:`read`."""
         try:
             saved = json.loads(text)

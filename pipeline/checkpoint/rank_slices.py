@@ -6,8 +6,6 @@ parameter), without their manual conversion, their loss of buffers and their sep
 knows nothing: it saves what is in its state, tensors of a parameter's shape in slices and anything else as a number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -38,7 +36,7 @@ class RankSlice:
     replicated: bool  # every rank holds the same slice
     copy: bool = False  # a second copy of another slice of this rank (master weights)
 
-    def written_by(self, writer: int | None, writers: int) -> RankSlice | None:
+    def written_by(self, writer: int | None, writers: int) -> "RankSlice | None":
         """What this rank saves of it: all of a slice that only it holds, and as ``writer`` its share of a replicated one."""
         if self.copy or self.replicated and writer is None:
             return None

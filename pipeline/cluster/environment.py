@@ -1,7 +1,5 @@
 """Read what the launcher or Slurm says about this process: rank, world size, cores, job; note their signals. Needs no PyTorch."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os
@@ -164,7 +162,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.received = 0  # number of the signal
 
-    def __enter__(self) -> StopSignal:
+    def __enter__(self) -> "StopSignal":
         numbers = [signal.SIGTERM, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)

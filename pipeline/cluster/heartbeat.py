@@ -10,8 +10,6 @@ Time from the fault to the exit of all other ranks: at most ``silence_timeout`` 
 failed; 5 s if the rank could report its own error. If a rank hangs, ``progress_timeout`` + 10 s after the last one stopped.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import itertools
 import os
@@ -103,7 +101,7 @@ class Heartbeat:
         # After a normal end the watch goes on, so this wait needs no limit; after an error the message must still be printed.
         self._done.wait(None if error is None else _LAST_WORD + 2 * BEAT)
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> "Heartbeat":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -3,8 +3,6 @@
 Model, training and optimizer are in ``train_sections``, data and augmentation in ``data_sections``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,7 +125,7 @@ class Config(Section):
         """Where this machine keeps the run: ``output_dir``, or the folder of one in a store."""
         return kept_in(parse_place(self.output_dir))
 
-    def with_values(self, values: Mapping[str, Any]) -> Config:
+    def with_values(self, values: Mapping[str, Any]) -> "Config":
         """A copy with other values, which are not validated: dotted key -> value."""
         config = self
         for key, value in values.items():

@@ -1,7 +1,5 @@
 """Define the types of config values with their bounds; parse YAML strictly: malformed input is a ``ValueError`` of one line."""
 
-from __future__ import annotations
-
 import math
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -88,7 +86,7 @@ class Section(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _keys_fit_together(self) -> Section:
+    def _keys_fit_together(self) -> "Section":
         if problem := next(self.misfits(), None):
             raise ValueError(problem)
         return self
@@ -109,7 +107,7 @@ def parse_text(text: str) -> Any:
     return _parse(text, _TextLoader)
 
 
-def _parse(text: str, loader: type[_StrictLoader]) -> Any:
+def _parse(text: str, loader: "type[_StrictLoader]") -> Any:
     try:
         return yaml.load(text, Loader=loader)
     except yaml.MarkedYAMLError as error:

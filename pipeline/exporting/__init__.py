@@ -11,8 +11,6 @@ cannot export the model, or if they differ; then nothing is published. It return
 lines of Python that load the export called ``name``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -103,12 +101,12 @@ class Subject:
     ``description.names`` are those that its tensors get in a safetensors file.
     """
 
-    model: VisionModel
-    description: Description
+    model: "VisionModel"
+    description: "Description"
     training: Training
 
 
-def sample_images(image_size: int, batch: int) -> Tensor:
+def sample_images(image_size: int, batch: int) -> "Tensor":
     """(batch, 3, S, S) from a normal distribution, the same each time."""
     import torch  # imported late, here and below: the list of formats does without
 
@@ -116,7 +114,7 @@ def sample_images(image_size: int, batch: int) -> Tensor:
     return torch.randn(batch, 3, image_size, image_size, generator=generator)
 
 
-def compare(subject: Subject, run: Callable[[Tensor], Tensor], precision: str, of: str) -> float:
+def compare(subject: Subject, run: "Callable[[Tensor], Tensor]", precision: str, of: str) -> float:
     """Compare scores for the sizes of ``BATCHES``; returns the largest difference, relative to the largest score of its batch.
 
     Args:

@@ -3,8 +3,6 @@
 Each rank collects its rows in hidden files, and rank 0 puts them together in the order of the batches: memory does not grow.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -107,7 +105,7 @@ class RankRows:
                     held, said = [], []
             yield np.concatenate([np.empty(0, self.dtype), *held]), said
 
-    def __enter__(self) -> RankRows:
+    def __enter__(self) -> "RankRows":
         return self
 
     def __exit__(self, *_: object) -> None:

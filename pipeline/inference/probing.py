@@ -1,8 +1,6 @@
 """Measure what frozen features are worth, with the settings of DINOv3's evaluations (Siméoni et al., 2025): nearest neighbours vote,
 and logistic regression. Features are (n, D) float64 on any device, labels (n,) int64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +37,7 @@ class Labelled:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def part(self, numbers: np.ndarray) -> Labelled:
+    def part(self, numbers: np.ndarray) -> "Labelled":
         """Some rows, by their numbers."""
         rows = torch.from_numpy(numbers).to(self.labels.device)
         return Labelled(self.features[rows], self.labels[rows])

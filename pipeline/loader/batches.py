@@ -7,8 +7,6 @@ within a micro-batch rank by rank, the slots are given out. Neither a slot's sam
 size. The length of an epoch need not be a multiple of the batch size: a step may span two epochs.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -73,7 +71,7 @@ class TrainBatches(Batches):
     substitutes_count: ClassVar[bool] = True
 
     @classmethod
-    def of_run(cls, shards: Samples, config: Config, rank: int = 0, world_size: int = 1) -> Self:
+    def of_run(cls, shards: Samples, config: Config, rank: int = 0, world_size: int = 1) -> "Self":
         return cls(
             shards=shards,
             seed=config.seed,
@@ -87,7 +85,7 @@ class TrainBatches(Batches):
         )
 
     @classmethod
-    def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> Self:
+    def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> "Self":
         """The batches of a run in one process, without accumulation."""
         return replace(cls.of_run(shards, config), global_batch_size=batch_size, batch_size=batch_size)
 

@@ -1,7 +1,5 @@
 """Give the training stream to loops of any kind: ``from pipeline import ImageLoader``."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,7 +38,7 @@ class ImageBatch(tuple):
     samples: np.ndarray
     _mix: Callable[[], Tensor]
 
-    def __new__(cls, pair: Iterable[Tensor], **known: Any) -> ImageBatch:
+    def __new__(cls, pair: Iterable[Tensor], **known: Any) -> "ImageBatch":
         # Of a pair alone where a library moves it to a device.
         batch = super().__new__(cls, pair)
         vars(batch).update(known)
@@ -223,7 +221,7 @@ class ImageLoader:
         for part in ("_batches", "_bad"):
             vars(self).pop(part, None)
 
-    def __enter__(self) -> ImageLoader:
+    def __enter__(self) -> "ImageLoader":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,8 +7,6 @@ crashes, hangs, fails or gives other pixels, it is asked for whole images, of wh
 the CPU decodes. The verdict is remembered in the user's cache folder for this kind of GPU, its driver and the versions of the decoder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -57,7 +55,7 @@ _ALL_DIFFER, _ONE_DIFFERS = 2.0, 5.0
 _DECODER = re.compile(r"nvidia[-_](dali|nvimgcodec|nvjpeg\b)")  # packages
 _DRIVER = Path("/proc/driver/nvidia/version")
 _FAILED = "failed with "
-_given_up: dict[torch.device, Verdict] = {}  # what has failed in this process is not tried again by it
+_given_up: "dict[torch.device, Verdict]" = {}  # what has failed in this process is not tried again by it
 _warn_once = cache(logging.getLogger(__name__).warning)  # by its text
 
 

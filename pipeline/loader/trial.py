@@ -5,8 +5,6 @@ What counts is a step of training, not the loader alone: a GPU that decodes trai
 the number of a batch, so two of them can produce the stream together, turn by turn, or one after the other.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +33,7 @@ class Turns:
     measured: int = _MEASURED  # those after them
 
     @classmethod
-    def of_steps(cls, start: int, prefetch: int, batches_per_step: int) -> Turns:
+    def of_steps(cls, start: int, prefetch: int, batches_per_step: int) -> "Turns":
         """Turns of whole steps. A loader holds ``prefetch`` finished batches, as many decoded ones, and those in the making."""
         settling, measured = (math.ceil(least / batches_per_step) * batches_per_step for least in (2 * prefetch + 2, _MEASURED))
         return cls(start, settling, measured)

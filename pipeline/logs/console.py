@@ -4,8 +4,6 @@ Any module logs to ``logging.getLogger(__name__)``; a command calls :func:`insta
 hold: warnings go to stderr, progress nowhere.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import sys
@@ -55,7 +53,7 @@ def say(text: str) -> None:
     logging.getLogger("pipeline").info(text)
 
 
-def say_once(world: World, text: str) -> None:
+def say_once(world: "World", text: str) -> None:
     """:func:`say` on rank 0 only: what takes seconds, or minutes on a busy disk."""
     if world.is_main:
         say(text)
@@ -79,7 +77,7 @@ def outlive_the_terminal() -> None:
 
 
 class _LossyFile(io.FileIO):
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: "ReadableBuffer", /) -> int:
         try:
             return super().write(data)
         except OSError:  # EIO: the terminal was closed; EPIPE: the reader has exited; ENOSPC: may pass

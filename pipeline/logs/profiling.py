@@ -10,8 +10,6 @@ The profiler only watches: a run's weights are the same with it and without. Its
 a warning, no end of a run.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging
@@ -125,7 +123,7 @@ class StepProfiler:
         if self._world.device.type == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _write(self, recording: profile, stem: Path) -> None:
+    def _write(self, recording: "profile", stem: Path) -> None:
         """Write this rank's files, each complete or not at all."""
         plain = stem.with_name(f".{stem.name}.trace.json")  # PyTorch writes it in pieces
         try:

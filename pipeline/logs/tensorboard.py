@@ -7,8 +7,6 @@ TensorBoard sorts groups by name and expands the first. So ``at_a_glance`` has c
 learns, is fast and is healthy: a point for each flush of the log, and for each evaluation.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os
@@ -62,7 +60,7 @@ class EventFile:
         for name, value in values.items():
             self._add(step, summary=self._summary.scalar(name, value))
 
-    def image(self, name: str, image: Tensor, step: int) -> None:
+    def image(self, name: str, image: "Tensor", step: int) -> None:
         """Add an image (3, H, W), uint8."""
         self._add(step, summary=self._summary.image(name, image, dataformats="CHW"))
 

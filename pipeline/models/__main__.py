@@ -7,8 +7,6 @@
 Multiply-accumulates: pervit flops MODEL [--switch NAME=VALUE].
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from types import NoneType, UnionType
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.models.registry import ModelEntry
 
 
-def parameter_count(entry: ModelEntry) -> int:
+def parameter_count(entry: "ModelEntry") -> int:
     """Number of parameters at the paper's image size; builds the model on the meta device, so nothing is allocated."""
     import torch  # imported late: --help does not need it
 

@@ -4,8 +4,6 @@ A checkpoint saves what an optimizer keeps in slices of parameters, so that any 
 tensors of the parameter's shape and for numbers that only count steps; a class that keeps anything else is refused before the run.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from contextlib import ExitStack
@@ -88,7 +86,7 @@ class ImportedOptimizer(OptimizerDescription):
     def temporaries(self, group: Group, size: float, split: bool) -> float:
         return size  # PyTorch's documentation of foreach: about one copy of the parameters
 
-    def _state_names(self, trial: _Trial) -> StateNames:
+    def _state_names(self, trial: "_Trial") -> StateNames:
         """What it keeps for each parameter. Raises UserError: something else than tensors of a parameter's shape and numbers
         that are equal for a group's parameters."""
         found = []
@@ -145,7 +143,7 @@ class _Trial:
             self.optimizer.step()
 
     @torch.no_grad()
-    def take_over(self, other: _Trial, names: StateNames) -> None:
+    def take_over(self, other: "_Trial", names: StateNames) -> None:
         """Copy weights and state from another trial, as a resumed run does."""
         for tensor, source in zip(sum(self.tensors, []), sum(other.tensors, [])):
             tensor.copy_(source)

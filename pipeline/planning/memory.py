@@ -1,7 +1,5 @@
 """Plan the memory of one process by part, and find the largest micro-batch that fits."""
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections import Counter
 from contextlib import suppress
@@ -78,7 +76,7 @@ class Subject:
         kernels = self.gpu is not None and self.gpu.bf16_flops is not None
         return Layout(self.world_size, self.stage, self.accumulation > 1, self.gpu is not None, kernels)
 
-    def changed(self, section: str, **values: Any) -> Subject:
+    def changed(self, section: str, **values: Any) -> "Subject":
         """The subject with other values in a section of its config."""
         config = self.config
         return replace(self, config=config.model_copy(update={section: getattr(config, section).model_copy(update=values)}))

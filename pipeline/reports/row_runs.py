@@ -10,8 +10,6 @@ With ``any_data`` the model's name and switches decide, without the widths; what
 :class:`Setting`, and only runs of one setting stand in one column.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, defaultdict
@@ -67,7 +65,7 @@ class Measured:
     speeds: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def read(cls, paths: list[Path]) -> tuple[Measured, list[Path], list[str]]:
+    def read(cls, paths: list[Path]) -> "tuple[Measured, list[Path], list[str]]":
         """The contents of the ``.json`` files among paths, the other paths, and a sentence for each file that holds neither."""
         found, problems = cls(), []
         for file in (path for path in paths if path.suffix == ".json"):

@@ -1,7 +1,5 @@
 """Read files of JSON lines (``metrics.jsonl``, ``events.jsonl``): whole, as columns, or only what is new; damaged lines are left out."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -104,7 +102,7 @@ class Tail:
 class MetricRows:
     """What ``metrics.jsonl`` holds."""
 
-    steps: dict[str, np.ndarray] = field(default_factory=dict)  # column -> (n,) float64, ascending by "step"; NaN: no number
+    steps: "dict[str, np.ndarray]" = field(default_factory=dict)  # column -> (n,) float64, ascending by "step"; NaN: no number
     evaluations: list[Row] = field(default_factory=list)  # in the file's order
     analyses: list[Row] = field(default_factory=list)  # of ``eval.analyses``
     damaged: int = 0  # lines that are not rows

@@ -3,8 +3,6 @@
 The contract between writer and readers of shards, validated when it is read, so that no later use of a value can fail.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -135,13 +133,13 @@ class ShardManifest:
         replace_text(folder / MANIFEST, json.dumps(asdict(self), indent=1))
 
     @staticmethod
-    def read(folder: Path) -> ShardManifest:
+    def read(folder: Path) -> "ShardManifest":
         """Read ``folder/manifest.json``. Raises UserError: missing, or as :meth:`parse`."""
         path = find_manifest(folder)
         return ShardManifest.parse(path.read_bytes(), path)
 
     @staticmethod
-    def parse(content: bytes, path: Place) -> ShardManifest:
+    def parse(content: bytes, path: Place) -> "ShardManifest":
         """Parse and validate the manifest at a path or URL. Raises UserError: damaged, invalid values, or another format version."""
         try:
             manifest: ShardManifest = _adapter().validate_json(content)

@@ -13,8 +13,6 @@ The ranks of a node share ``*-samples.npy``, which is memory-mapped, and the tar
 :mod:`pipeline.shards.files.local` knows where the files are read from.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -80,7 +78,7 @@ class ShardSet(Samples):
         return len(self.samples)
 
     @property
-    def sets(self) -> list[ShardSet]:
+    def sets(self) -> "list[ShardSet]":
         return [self]
 
     def identity(self) -> dict:

@@ -3,8 +3,6 @@
 Settings in the environment are checked before obstore reads them: some of them end it with a panic.
 """
 
-from __future__ import annotations
-
 import logging
 import netrc
 import os
@@ -27,7 +25,7 @@ ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # the first that is set
 _CONNECT, _SILENT, _WHOLE = timedelta(seconds=10), timedelta(seconds=20), timedelta(seconds=120)  # of a request
 
 
-def open_store(place: RemotePath) -> ObjectStore:
+def open_store(place: RemotePath) -> "ObjectStore":
     from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
     client: dict[str, Any] = {

@@ -1,7 +1,5 @@
 """Name a place of data: a path of a file system, or a URL of a store, as the command line and ``data.path`` give it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -58,7 +56,7 @@ class RemotePath:
     def __fspath__(self) -> str:
         return str(self)
 
-    def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:
+    def __truediv__(self, name: str | os.PathLike[str]) -> "RemotePath":
         return RemotePath(f"{self}/{name}")
 
     @property

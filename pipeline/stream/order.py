@@ -9,8 +9,6 @@ Repeated augmentation (Hoffer et al., CVPR 2020) shows R views of an image: R co
 next G positions, as with DeiT's ``RASampler``, which gives them to processes in turn; :class:`Placing` does so for any number.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +71,7 @@ class Weights:
     samples: np.ndarray  # (n,) int64: whose parts they are
 
     @classmethod
-    def of(cls, weights: np.ndarray, samples: np.ndarray | None = None) -> Weights:
+    def of(cls, weights: np.ndarray, samples: np.ndarray | None = None) -> "Weights":
         """Of (n,) weights of at least 0; ``samples`` orders them, so that those of a group are neighbours."""
         samples = np.arange(len(weights)) if samples is None else samples
         ends = np.cumsum(weights[samples], dtype=np.float64)

@@ -8,8 +8,6 @@ inherits none. Its contents name the holder, for people. The holder opens it onl
 the lock.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -52,7 +50,7 @@ _NAMED = 5  # differences listed in a message
 _DIGITS = 12  # of a digest in a message, as in `inspect`
 
 
-def open_run_folder(folder: Path, world: World) -> RunLock | None:
+def open_run_folder(folder: Path, world: World) -> "RunLock | None":
     """Create and lock the run folder: the lock on rank 0, to be held while the run writes; None elsewhere. A requeued Slurm job
     waits for processes of its previous start to end. Collective. Raises the UserError of :meth:`RunLock.take` on every rank."""
     restarted = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
@@ -67,7 +65,7 @@ class RunLock:
         _held_here.add(path.resolve())
 
     @classmethod
-    def take(cls, run_dir: Path, wait_seconds: float = 0) -> RunLock:
+    def take(cls, run_dir: Path, wait_seconds: float = 0) -> "RunLock":
         """Lock a run folder, which is created if it does not exist; wait ``wait_seconds`` for another holder to end, and log it
         once. Raises UserError: another process holds it, the folder cannot be created or written, or its file system has no
         locks."""

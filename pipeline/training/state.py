@@ -1,7 +1,5 @@
 """Hold a run between its start and its end: everything that the training loop works with."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -116,7 +114,7 @@ class Run:
             evaluation_due=self.evaluation_due,
         )
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -15,8 +15,6 @@ have other names. What a process has claimed or has open is held by ``flock``, w
 - Claiming, publishing and removing happen under a lock on the folder itself; opening and reading need none.
 """
 
-from __future__ import annotations
-
 import enum
 import errno
 import fcntl
@@ -63,7 +61,7 @@ class CachedShard(OpenFile):
 class Partial:
     """A shard that this process fetches; see :meth:`ShardCache.claim`. To be closed. ``begun`` bytes are there already."""
 
-    def __init__(self, descriptor: int, path: Path, whole: Path, size: int, cache: ShardCache) -> None:
+    def __init__(self, descriptor: int, path: Path, whole: Path, size: int, cache: "ShardCache") -> None:
         self._descriptor, self._path, self._whole, self._cache = descriptor, path, whole, cache
         self.begun = os.fstat(descriptor).st_size
         if self.begun > size:

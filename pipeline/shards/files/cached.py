@@ -5,8 +5,6 @@ fetches what is missing; the locks of :mod:`pipeline.shards.files.cache` let the
 waits for it, and whatever is wrong with the cache is a warning.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import weakref
@@ -106,7 +104,7 @@ class CachedFiles(ShardFiles):
                     self._thread.start()
 
 
-def cache_of(config: DataConfig) -> ShardCache | None:
+def cache_of(config: "DataConfig") -> ShardCache | None:
     if config.cache is None:
         return None
     return ShardCache(Path(config.cache), None if config.cache_gib is None else round(config.cache_gib * GIB))

@@ -5,8 +5,6 @@ are in flight at the same time, so that their latency is waited for once and not
 (``data.order=block``) are fetched whole and stay in memory until the window after next begins.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile
@@ -128,7 +126,7 @@ class RemoteFiles(SourceFiles):
         self._lock = threading.Lock()
 
     @classmethod
-    def find(cls, place: RemotePath, split: str, readers: int = 1) -> RemoteFiles:
+    def find(cls, place: RemotePath, split: str, readers: int = 1) -> "RemoteFiles":
         """The set at a place, or in its subfolder named ``split``. Raises UserError: no manifest, or the store does not answer."""
         for folder in (place, place / split):
             store = Store(folder, probe=MANIFEST)
