@@ -83,9 +83,8 @@ def python_command(processes: int, *words: str) -> list[str]:
     if processes == 1:
         return [sys.executable, "-u", "-m", *words]
     if not LAUNCHER.is_file():
-        raise UserError(
-            f"{processes} processes require {LAUNCHER}, which only a clone of the repository has", "start one process"
-        )
+        problem = f"{processes} processes require {LAUNCHER}, which only a clone of the repository has"
+        raise UserError(problem, "start one process")
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"  # the launcher takes the python on it
     return ["env", f"PATH={path}", "bash", str(LAUNCHER), str(processes), "--", *words]
 

@@ -169,9 +169,8 @@ def write_error(path: Path, error: OSError) -> UserError:
         free = "its free space cannot be asked for"
         with suppress(OSError):
             free = f"{free_bytes(path.parent) / 1e6:.1f} MB free"
-        return DiskRefuses(
-            f"{path} cannot be written: its disk is full ({free}, {disk_reason(path, error)}): free some space {go_on}."
-        )
+        full = f"its disk is full ({free}, {disk_reason(path, error)})"
+        return DiskRefuses(f"{path} cannot be written: {full}: free some space {go_on}.")
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
         problem = f"{path} cannot be written: it, or its folder, was removed while the run went on"
         return UserError(problem, f"restore it {go_on}")

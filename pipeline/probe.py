@@ -7,7 +7,6 @@ Features are what the classifier sees. --data has the splits train and val, of a
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.command_line import command_parser, interrupted_later, run_command
-from pipeline.files import check_writable
+from pipeline.files import check_writable, write_json
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked
 from pipeline.stores.place import place_argument
 from pipeline.terminal import fitted
@@ -39,8 +38,7 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.logs.console import stage
     from pipeline.shards.image_folder import check_data, open_split
 
-    if args.json:
-        check_writable(args.json)
+    check_writable(args.json)
     args.checkpoint = find_source(args.checkpoint, args.step)
     check_data(args.data)
     with stage("loading the libraries"), interrupted_later():
@@ -74,8 +72,7 @@ def run(args: argparse.Namespace) -> None:
         spread = f"± {statistics.stdev(tries):.2f} in {len(tries)} tries" if len(tries) > 1 else ""
         lines.append(f"{name:<11}{statistics.mean(tries):6.2f} %   {f'C = {c:.3g}' if name == 'linear' else spread}".rstrip())
     print(fitted("\n".join(lines), sys.stdout))
-    if args.json:
-        args.json.write_text(json.dumps(row, indent=1) + "\n")
+    write_json(args.json, row)
 
 
 command = partial(run_command, main, resumes=False)

@@ -7,7 +7,6 @@ The median of batches for two seconds after a warm-up, with fresh weights, in fp
 paper: ConViT's Table 1 is of a Quadro GP100 and batches of 128, LSAT's Tables 3 and 4 of a GPU that they do not name.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from pipeline import models
 from pipeline.command_line import command_parser, run_command
 from pipeline.config import ModelConfig, load_config
 from pipeline.config.tables import ABLATIONS
-from pipeline.files import check_writable
+from pipeline.files import check_writable, write_json
 from pipeline.models.registry import check_name
 from pipeline.terminal import Stage
 
@@ -27,18 +26,13 @@ _WARM_UP, _CPU_WARM_UP, _SECONDS = 10, 1, 2.0
 def main() -> None:
     parser = command_parser("pipeline.throughput", __doc__)
     add = parser.add_argument
-    add(
-        "models",
-        nargs="+",
-        metavar="MODEL",
-        help="as `pervit models` lists them, timm:NAME, or a row of a table, ablations/NAME",
-    )
+    named = "as `pervit models` lists them, timm:NAME, or a row of a table, ablations/NAME"
+    add("models", nargs="+", metavar="MODEL", help=named)
     add("--batch-size", type=int, help=f"images per forward pass (default: {_BATCH}; on a CPU {_CPU_BATCH})")
     add("--image-size", type=int, help="in pixels (default: that of the model's paper)")
     add("--json", type=Path, metavar="FILE", help="also write the rows to this file")
     args = parser.parse_args()
-    if args.json:
-        check_writable(args.json)
+    check_writable(args.json)
     given = {name: load_config(name).model if name.startswith(ABLATIONS) else ModelConfig(name=name) for name in args.models}
     for model in given.values():
         check_name(model.name)
@@ -53,8 +47,7 @@ def main() -> None:
         rates = (f"{row[key]:>9,.1f}" if row[key] else f"{'':>9}" for key in ("fp32", "bf16", "paper"))
         print(f"{row['model']:<14} {row['image_size']:>5} {row['params'] / 1e6:>8.1f} {row['batch_size']:>5} {' '.join(rates)}")
     print(rows[0]["device"])
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(args.json, rows)
 
 
 def measure(config: ModelConfig, batch_size: int | None, image_size: int | None, device: Any) -> dict[str, Any]:

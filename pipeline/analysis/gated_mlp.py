@@ -57,10 +57,8 @@ class GatedMLPChapter(Chapter):
         rows = [layer.maps[chosen, layer.index(self.request.query)] for layer, chosen in zip(shown, groups)]  # (chosen, N) each
         maps = [of_layer.unflatten(-1, (layer.window, layer.window)) for layer, of_layer in zip(shown, rows)]
         numbers = [[i + 1 for i in chosen] for chosen in groups]
-        queries, unit = (
-            [layer.query(self.request.query) for layer in shown],
-            "[shown layer][shown group][row][column of the key]",
-        )
+        queries = [layer.query(self.request.query) for layer in shown]
+        unit = "[shown layer][shown group][row][column of the key]"
         findings.measure("token_mixing_maps.layers", [layer.number for layer in shown], "[shown layer], from 1")
         findings.measure("token_mixing_maps.groups", numbers, "[shown layer][shown group], from 1")
         findings.measure("token_mixing_maps.queries", queries, "[shown layer][row, column of the query in the window]")

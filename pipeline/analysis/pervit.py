@@ -25,9 +25,7 @@ OMEGA = {"phi_p": "$\\Omega_p$", "phi_c": "$\\Omega_c$", "attention": "$\\Omega_
 _PSI = {"phi_p": "$\\Psi_p$", "phi_c": "$\\Psi_c$"}
 PHI = {"phi_p": "$\\Phi_p$", "phi_c": "$\\Phi_c$", "attention": "$\\Phi_a$"}
 NO_PHI_P = "The model has no position-based attention (model.switches.phi_p=false)."
-NO_PHI_C = (
-    "The model has no content-based attention (model.switches.phi_c=false): its attention is Φp, the same for all images."
-)
+NO_PHI_C = "The model has no content-based attention (model.switches.phi_c=false): its attention is Φp, equal for all images."
 # The rows of PerViT's Table 1 and S1 by the components that are there: Φp, Φc, convolutional stem, CPE.
 _TABLE_1 = {"1111": "a", "0111": "b", "1011": "c", "1101": "d", "1110": "e", "0101": "f", "0110": "g", "1100": "h", "0100": "i"}
 _BARS = "A bar is a head, in the model's order; the line is the mean of a layer."

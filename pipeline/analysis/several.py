@@ -41,9 +41,7 @@ _CURVES = {
 def model_names(checkpoints: Sequence[str], models: Sequence[str]) -> list[str]:
     """A name for each model, which is its folder's too: of its run, or with a number where several have that."""
     paths = [Path(source).resolve() if Path(source).exists() else None for source in checkpoints]
-    known = [
-        path.stem if path and path.is_file() else path.name if path else source for path, source in zip(paths, checkpoints)
-    ]
+    known = [path.stem if path and path.is_file() else path.name if path else text for path, text in zip(paths, checkpoints)]
     stems = [re.sub(r"[^\w-]+", "_", name) for name in known]  # a dot would part a measure's name
     stems = [stem if re.search(r"\w", stem) else model for stem, model in zip(stems, models)]
     return [f"{stem}_{stems[:number].count(stem) + 1}" if stems.count(stem) > 1 else stem for number, stem in enumerate(stems)]

@@ -134,9 +134,8 @@ def train_again(records: Records, replay: Replay, folder: Path, within: bool) ->
         lines = (folder / _LOG).read_text(errors="replace").splitlines()
         raise UserError(f"{window} cannot be trained again (exit code {code}): {lines[-1] if lines else 'no output'}")
     start = RunFiles(run).starts[-1]
-    before: dict[str, Any] = next(
-        (each for each in reversed(records.files.starts) if each.get("first_step", 1) <= window.first + 1), {}
-    )
+    earlier = [each for each in records.files.starts if each.get("first_step", 1) <= window.first + 1]
+    before: dict[str, Any] = earlier[-1] if earlier else {}
     alike = all(before.get(key) == start[key] for key in ("device", "packages", "world_size", "micro_batch_size"))
     fixed = start["device"] == "cpu" or config.train.deterministic or not alike
     replay.exact = alike and fixed and not within

@@ -138,12 +138,8 @@ class Mirror:
             late = stop() if seconds is None else time.monotonic() - began > seconds
             if agreement.ask(late or self.failure is not None):
                 if self._lock and not self.failure:
-                    rest = (
-                        "the next start begins with an older one"
-                        if self.apart
-                        else "the next start on this machine copies the rest"
-                    )
-                    _log.warning(f"not every checkpoint of this run is in {self._store.place}: {rest}")
+                    rest = "begins with an older one" if self.apart else "on this machine copies the rest"
+                    _log.warning(f"not every checkpoint of this run is in {self._store.place}: the next start {rest}")
                 return False
             waiting()
             time.sleep(0.02)

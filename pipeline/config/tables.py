@@ -147,9 +147,8 @@ def find_row(name: str) -> tuple[PaperTable, PaperRow] | None:
     file = shipped_recipes() / "tables" / f"{name.removeprefix(ABLATIONS).partition('_')[0]}.yml"
     if not name.startswith(ABLATIONS) or not file.is_file():
         return None
-    return next(
-        ((table, row) for table in read_tables(file).values() for row in table.rows if row.base and row.config == name), None
-    )
+    rows = ((table, row) for table in read_tables(file).values() for row in table.rows if row.base)
+    return next((found for found in rows if found[1].config == name), None)
 
 
 def header(name: str) -> str:

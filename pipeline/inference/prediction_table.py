@@ -24,15 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from pipeline.errors import UserError, missing_extra
 from pipeline.files import check_writable, replace_file
-
-if TYPE_CHECKING:
-    pass
 
 COLUMNS = ("file", "top1", "top1_name", "probability", "top5", "error")
 LABEL_COLUMNS = ("label", "probabilities", "label_probability", "loss")

@@ -141,18 +141,15 @@ def _gradients(
     sums = log_sums.new_empty((groups, heads, tokens, tokens) if phi_learns else 0)
     with torch.cuda.device_of(qkv):
         programs, arguments = launch("query_gradient", capability, *inputs, head_dim)
-        wrap_triton(gradient_tiles.query_gradient)[(batch * heads * programs,)](
-            *inputs, out, log_sums, dout, dqkv, deltas, **arguments
-        )
+        grid = (batch * heads * programs,)
+        wrap_triton(gradient_tiles.query_gradient)[grid](*inputs, out, log_sums, dout, dqkv, deltas, **arguments)
         programs, arguments = launch("key_value_gradient", capability, *inputs, head_dim)
-        wrap_triton(gradient_tiles.key_value_gradient)[(batch * heads * programs,)](
-            *inputs, log_sums, dout, deltas, dqkv, **arguments
-        )
+        grid = (batch * heads * programs,)
+        wrap_triton(gradient_tiles.key_value_gradient)[grid](*inputs, log_sums, dout, deltas, dqkv, **arguments)
         if phi_learns:
             programs, arguments = launch("phi_gradient", capability, *inputs, head_dim)
-            wrap_triton(gradient_tiles.phi_gradient)[(groups * heads * programs,)](
-                *inputs, log_sums, dout, deltas, sums, batch, groups, **arguments
-            )
+            grid, split = (groups * heads * programs,), (sums, batch, groups)
+            wrap_triton(gradient_tiles.phi_gradient)[grid](*inputs, log_sums, dout, deltas, *split, **arguments)
     return dqkv, sums.sum(0).to(log_phi.dtype) if phi_learns else log_phi.new_empty(0)
 
 

@@ -10,9 +10,10 @@ size. The length of an epoch need not be a multiple of the batch size: a step ma
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
+from typing_extensions import Self
 
 from pipeline.augment import Augmentation, BatchRequest, Places, active, crop
 from pipeline.augment.crop import Geometry, eval_geometry, padded_geometry, train_geometry
@@ -20,9 +21,6 @@ from pipeline.config import AugmentConfig, Config, DataConfig
 from pipeline.stream.order import Blocks, Placing, block_sample_at, blocks_of_window, count_windows, epoch_length, sample_at
 from pipeline.stream.philox import Stream
 from pipeline.stream.samples import Samples, images_per_epoch
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +69,7 @@ class TrainBatches(Batches):
     substitutes_count: ClassVar[bool] = True
 
     @classmethod
-    def of_run(cls, shards: Samples, config: Config, rank: int = 0, world_size: int = 1) -> "Self":
+    def of_run(cls, shards: Samples, config: Config, rank: int = 0, world_size: int = 1) -> Self:
         return cls(
             shards=shards,
             seed=config.seed,
@@ -85,7 +83,7 @@ class TrainBatches(Batches):
         )
 
     @classmethod
-    def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> "Self":
+    def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> Self:
         """The batches of a run in one process, without accumulation."""
         return replace(cls.of_run(shards, config), global_batch_size=batch_size, batch_size=batch_size)
 

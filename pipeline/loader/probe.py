@@ -131,10 +131,8 @@ def answer(form: str, device: str) -> None:
     stdout = os.dup(1)
     os.dup2(2, 1)  # whatever libraries print
     batches, asked = pickle.load(sys.stdin.buffer)  # of the parent alone
-    inputs = cycle([dali_graph.full_inputs(images, request) for images, request in asked])
-    graph = dali_graph.full_graph(
-        lambda: next(inputs), batches, torch.device(device).index, num_threads=2, prefetch=2, form=form
-    )
+    feed = cycle([dali_graph.full_inputs(images, request) for images, request in asked])
+    graph = dali_graph.full_graph(lambda: next(feed), batches, torch.device(device).index, num_threads=2, prefetch=2, form=form)
     pixels = io.BytesIO()
     np.save(pixels, np.concatenate([np.array(graph.run()[0].as_cpu().as_tensor()) for _ in asked]))
     with open(stdout, "wb") as file:

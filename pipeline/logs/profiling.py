@@ -18,17 +18,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.profiler import profile
 
 from pipeline.cluster.world import World
 from pipeline.errors import first_line
 from pipeline.files import disk_reason, replace_file
 from pipeline.logs import console
-
-if TYPE_CHECKING:
-    from torch.profiler import profile
 
 PROFILE = "profile"  # folder in that of the run
 _log = logging.getLogger(__name__)
@@ -123,7 +121,7 @@ class StepProfiler:
         if self._world.device.type == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _write(self, recording: "profile", stem: Path) -> None:
+    def _write(self, recording: profile, stem: Path) -> None:
         """Write this rank's files, each complete or not at all."""
         plain = stem.with_name(f".{stem.name}.trace.json")  # PyTorch writes it in pieces
         try:

@@ -118,10 +118,9 @@ class RunLog:
         self.restart_clock()
         limit = self._config.data.max_bad_samples
         if len(self.bad_samples) > limit:
-            raise UserError(
-                f"the number of training samples that cannot be used must be at most data.max_bad_samples {limit}, got {len(self.bad_samples)}",
-                "the warnings above name them; restore the files, or raise data.max_bad_samples",
-            )
+            must = f"the number of training samples that cannot be used must be at most data.max_bad_samples {limit}"
+            remedy = "the warnings above name them; restore the files, or raise data.max_bad_samples"
+            raise UserError(f"{must}, got {len(self.bad_samples)}", remedy)
 
     def _note_rows(self, pending: list[tuple[dict[str, Any], Mapping[str, Metric]]]) -> None:
         """Turn the metrics of steps into rows, which the next flush writes. Collective."""

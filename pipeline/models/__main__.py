@@ -60,9 +60,8 @@ def details(name: str) -> str:
 
         lines += ["", "Switches, set with model.switches.NAME=VALUE, are arguments of timm.create_model:"]
         for switch, value in arguments_of(name).items():  # some defaults are classes or functions of timm's, or missing
-            lines.append(
-                f"  {switch} = {value!r}" if isinstance(value, bool | int | float | str | tuple | NoneType) else f"  {switch}"
-            )
+            plain = isinstance(value, bool | int | float | str | tuple | NoneType)
+            lines.append(f"  {switch} = {value!r}" if plain else f"  {switch}")
         return "\n".join(lines)
     fields = entry.switches.model_fields
     lines += ["", "Switches, set with model.switches.NAME=VALUE:" if fields else "No switches."]

@@ -206,9 +206,8 @@ class ConViT(vit.ClassTokenModel):
 def _block(layout: vit.ViTLayout, switches: ConViTSwitches, layer: int) -> vit.Block:
     if layer >= switches.gpsa_layers:
         return vit.Block(vit.SelfAttention(layout.width, layout.heads, qkv_bias=False), layout)
-    attention = (GatedPositionalSelfAttention if switches.positional_gating else PositionalSelfAttention)(
-        layout.width, layout.heads
-    )
+    kind = GatedPositionalSelfAttention if switches.positional_gating else PositionalSelfAttention
+    attention = kind(layout.width, layout.heads)
     block = vit.Block(attention, layout)
     if switches.conv_init:
         attention.init_convolution(switches.locality_strength)

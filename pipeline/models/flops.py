@@ -153,9 +153,7 @@ def _macs(model: nn.Module, image: torch.Tensor, handlers: Mapping[str, Callable
     """Multiply-accumulates of one forward pass; RuntimeError for an unknown operator."""
     total, unknown = _traced(model, image, handlers)
     if unknown:
-        raise RuntimeError(
-            f"operators {unknown} were not counted: add a handler, or list them in _NO_PRODUCT if they contain no matrix product"
-        )
+        raise RuntimeError(f"operators {unknown} were not counted: add a handler, or list them in _NO_PRODUCT")
     return total
 
 

@@ -50,10 +50,8 @@ class ImportedOptimizer(OptimizerDescription):
             for step in range(_STEPS):
                 trial.step(step)
         except Exception as error:
-            raise UserError(
-                f"optim.name {self._config.name} cannot take a step without a closure on dense gradients ({_words(error)})",
-                _REMEDY,
-            ) from None
+            problem = f"cannot take a step without a closure on dense gradients ({_words(error)})"
+            raise UserError(f"optim.name {self._config.name} {problem}", _REMEDY) from None
         self._names = self._state_names(trial)
         resumed = _Trial(self, self._config)
         resumed.step(0)

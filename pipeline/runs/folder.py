@@ -160,11 +160,9 @@ def starts_of(run: RunFolder) -> list[Start]:
             events.append([row])
         elif events:
             events[-1].append(row)
-    both = zip_longest(run.starts, events, events[1:])  # entry, events, and those of the next start
+    both = enumerate(zip_longest(run.starts, events, events[1:]), 1)  # entry, events, and those of the next start
     count = max(len(run.starts), len(events))
-    return [
-        _start(run, n, entry or {}, own or [], (next_ or [{}])[0], n == count) for n, (entry, own, next_) in enumerate(both, 1)
-    ]
+    return [_start(run, n, entry or {}, own or [], (next_ or [{}])[0], n == count) for n, (entry, own, next_) in both]
 
 
 def _start(run: RunFolder, number: int, entry: dict[str, Any], own: list[Row], following: Row, last: bool) -> Start:

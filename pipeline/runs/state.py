@@ -38,9 +38,7 @@ class State:
     reason: str = ""  # why the last start ended, in words; empty where nothing tells it
     holder: Holder | None = None  # who trains, or ended without releasing the folder
     silence: float | None = None  # seconds since the last activity; None before there is any
-    seconds_per_step: float | None = (
-        None  # by this start's latest rows, with evaluations and checkpoints; None before there are two
-    )
+    seconds_per_step: float | None = None  # by this start's latest rows, evaluations and saves included; None before two
 
     @property
     def alive(self) -> bool:

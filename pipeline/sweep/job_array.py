@@ -75,9 +75,8 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
             shutil.rmtree(submission)
             raise
         arrays.append(array)
-        print(
-            f"job array {array}: {len(todo)} of {len(sweep.runs)} runs, tasks {indices}, logs {sweep.folder / LOGS}/{array}_TASK.out"
-        )
+        log = f"{sweep.folder / LOGS}/{array}_TASK.out"
+        print(f"job array {array}: {len(todo)} of {len(sweep.runs)} runs, tasks {indices}, logs {log}")
     for what, count in (("finished already", len(finished)), ("in the queue already", len(queued))):
         if count:
             print(f"{what}: {count} of {len(sweep.runs)} runs", flush=True)

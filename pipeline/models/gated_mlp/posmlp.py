@@ -95,9 +95,7 @@ class PosMLP(VisionModel):
 
     image_format = torch.contiguous_format
     switches: PosMLPSwitches
-    reference_switches = frozenset(
-        {"mixing", "covariance", "norm", "groups", "windows", "shift_windows", "block_dropout", "head_dropout"}
-    )
+    reference_switches = frozenset("mixing covariance norm groups windows shift_windows block_dropout head_dropout".split())
 
     def __init__(self, width: int, switches: PosMLPSwitches | None = None, **options: Any) -> None:
         switches, settings = switches or PosMLPSwitches(), ModelOptions(**options)

@@ -124,9 +124,7 @@ class LSAT(VisionModel):
         self.embedding = _build_embedding(layout, switches)
         variants = len(self.embedding.shift_set.shifts) if isinstance(self.embedding, ShiftEmbedding) else 1
         self.projection = ConvolutionalProjection(layout.widths[0]) if switches.local == "cvt" else None
-        self.levels = ModuleList(
-            _build_level(layout, i, self.image_size, variants, switches) for i in range(len(layout.widths))
-        )
+        self.levels = ModuleList(_make_level(layout, i, self.image_size, variants, switches) for i in range(len(layout.widths)))
         self.downsamplings = nn.ModuleList(map(Downsampling, layout.widths, layout.widths[1:]))
         self.norm = nn.LayerNorm(layout.widths[-1], eps=NORM_EPS)
         self.head = nn.Linear(layout.widths[-1], settings.num_classes)
@@ -202,7 +200,7 @@ def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbeddi
     return ShiftEmbedding(ShiftSet(shifts, shift_image), projections)
 
 
-def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int, switches: LSATSwitches) -> Level:
+def _make_level(layout: LSATLayout, level: int, image_size: int, variants: int, switches: LSATSwitches) -> Level:
     width, heads = layout.widths[level], switches.heads or layout.heads[level]
     if width % heads:
         problem = f"model.switches.heads must divide the width of level {level + 1}, {width}, got {heads}"
@@ -215,9 +213,7 @@ def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int,
     if level == 0 and switches.local == "cvt":
         blocks[:1] = [CvTBlock(width, heads)]
     elif level == 0 and switches.local != "lsa":
-        blocks[:1] = [
-            SwinBlock(width, heads, side, shifted) for shifted in (False, True)[: 1 + (switches.local == "swin_pair")]
-        ]
+        blocks[:1] = [SwinBlock(width, heads, side, shift) for shift in (False, True)[: 1 + (switches.local == "swin_pair")]]
     return Level(PositionEmbedding(*shape), blocks, width)
 
 

@@ -72,7 +72,6 @@ def weights_folder(source: str) -> Path:
         return [Path(hf_hub_download(repository, file, endpoint=endpoint)).parent for file in (CONFIG, WEIGHTS)][-1]
     except Exception as error:  # of the network, the hub or the disk
         download = f"run `hf download {repository} --local-dir FOLDER` where there is a network, and set train.init_from=FOLDER"
-        problem = (
-            f"train.init_from {source} cannot be downloaded from https://huggingface.co/{repository} ({first_line(error)})"
-        )
+        where = f"https://huggingface.co/{repository} ({first_line(error)})"
+        problem = f"train.init_from {source} cannot be downloaded from {where}"
         raise UserError(problem, f"correct the name, or {download}") from None

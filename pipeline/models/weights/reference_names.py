@@ -37,9 +37,7 @@ def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tenso
         renamed[name] = value
     own = model.state_dict()
     renamed |= {name: own[name] for name in added_names(model, renamed)}
-    remedy = (
-        "pass the authors' state dict of the same model, image size and classes (of a training checkpoint, its 'model' entry)"
-    )
+    remedy = "pass the authors' state dict of the same model, image size and classes (of a training checkpoint, its 'model')"
     load_fitting(model, renamed, f"reference state dict does not fit {type(model).__name__}: ", remedy)
     return model
 

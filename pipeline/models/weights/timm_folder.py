@@ -234,9 +234,7 @@ def read_timm_folder(folder: Path) -> tuple[VisionModel, Description, bool]:
         ("num_classes", config.count, "at least 1", config.count > 0),
     ):
         if not fits:
-            remedy = (
-                "change it if the model may be used so, or take the folder as train.init_from, which needs the weights alone"
-            )
+            remedy = "change it if the model may be used so, or take the folder as train.init_from, which needs weights alone"
             raise UserError(f"{path}: {key} must be {wanted} for an evaluation, got {value!r}", remedy)
     weights, training = read_folder_weights(folder)
     check_finite(weights, source=str(folder / WEIGHTS))

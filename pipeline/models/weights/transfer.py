@@ -83,9 +83,7 @@ def load_pretrained(
     if model.strides:
         notes.append("the head is left out: the model gives features")
     elif keeps_head and their_classes is None:
-        notes.append(
-            f"the head is loaded, although {source} does not name its classes: check that they are yours, in the same order"
-        )
+        notes.append(f"the head is loaded, although {source} does not name its classes: check that they are yours, in order")
     elif keeps_head:
         notes.append("the head is kept: its classes are the same")
     return [f"they have {_WHOSE[True]}", *notes] if authors else notes
