@@ -34,10 +34,6 @@ def do_on_all(action: Callable[[], Result], world: World) -> Result:
 
 def raise_on_all(error: UserError | None, world: World) -> None:
     """Raise a ``UserError`` on every rank if any rank has one, with the message of the lowest that has. Collective."""
-    if world.size == 1:  # a model that is built in a process of its own has no group
-        if error:
-            raise error
-        return
     failed = torch.tensor(float(error is not None), device=world.device)
     if world.sum(failed):  # rare: gathering objects is slow
         raise next(UserError(sentence) for sentence in world.gather(str(error) if error else None) if sentence)

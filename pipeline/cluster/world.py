@@ -25,6 +25,7 @@ class World:
 
     Plain data is None, numbers, strings, and lists and dicts of them with strings as keys; tuples arrive as lists. Collectives on
     it raise a ``TypeError`` for anything else, and a ``UserError`` for a message that is not JSON or larger than ``LARGEST``.
+    :meth:`sum` and :meth:`gather` of a world of one need no process group: a library's user has none.
     """
 
     rank: int
@@ -43,7 +44,8 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce: the sum over all ranks, in place, on the world's device. Collective."""
-        dist.all_reduce(values)
+        if self.size > 1:
+            dist.all_reduce(values)
         return values
 
     def stack(self, values: Tensor) -> Tensor:
@@ -55,6 +57,9 @@ class World:
     def gather(self, value: object) -> list:
         """All-gather plain data in rank order. Collective."""
         own = _encoded(value)
+        if self.size == 1:
+            _check_length(0, len(own))
+            return [_decoded(own.numpy().tobytes(), 0)]
         lengths = self.stack(torch.tensor([len(own)], device=self.device)).flatten().tolist()
         for rank, length in enumerate(lengths):
             _check_length(rank, length)

@@ -72,7 +72,7 @@ def usable_decoding(decode: str, shards: Samples, world: World) -> tuple[str, st
     if decoding_device(decode, world.device) != GPU:
         return decode, REGIONS
     here = [this_node(), torch.cuda.get_device_name(world.device)]
-    everywhere = world.gather(here) if world.size > 1 else [here]
+    everywhere = world.gather(here)
     own = None
     with Stage("trying the GPU's image decoder", world.is_main):
         if everywhere.index(here) == world.rank:
@@ -87,8 +87,7 @@ def usable_decoding(decode: str, shards: Samples, world: World) -> tuple[str, st
 
 def agreed(own: Verdict | None, world: World) -> Verdict:
     """The worst verdict of all ranks, some of which have none. Collective."""
-    found = world.gather(own) if world.size > 1 else [own]
-    return max((Verdict(*each) for each in found if each), key=lambda verdict: _FORMS.index(verdict.form))
+    return max((Verdict(*each) for each in world.gather(own) if each), key=lambda verdict: _FORMS.index(verdict.form))
 
 
 def decoding_verdict(
