@@ -59,8 +59,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command. Collective. Raises UserError: there is no such model, data, figure or image, or the output cannot be
-    written."""
+    """Run the command. Collective. Raises UserError: no such model, data, figure or image, or the output cannot be written."""
     _check(args)
     from pipeline.checkpoint.bucket import find_source
     from pipeline.logs import console

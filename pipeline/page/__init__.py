@@ -141,8 +141,7 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
 
 
 def jpeg_uri(encoded: bytes, side: int = 160) -> str:
-    """An image as the address of itself, its longer side at most ``side`` pixels. Raises OSError, ValueError: it cannot be
-    decoded."""
+    """An image as the address of itself, its longer side at most ``side`` pixels. Raises OSError, ValueError: not decodable."""
     from PIL import Image
 
     with Image.open(io.BytesIO(encoded)) as image:

@@ -235,10 +235,11 @@ def _over_each_other(title: str, groups: list[Group], curve: Callable[[RunFolder
 def _trace(group: Group, points: Points, most: int, faint: bool, name: str) -> dict[str, Any]:
     kept = spread(len(points[0]), most)
     few = len(kept) <= 30
+    colour, dash = _look(group)
     return {
         "type": "scatter", "mode": "lines+markers" if few else "lines", "x": numbers(points[0][kept]), "y": numbers(points[1][kept]),
         "name": name, "meta": f"g{group.number}", "opacity": 0.4 if faint else 1,
-        "line": {"color": _look(group)[0], "width": 1 if faint else 2.2, "dash": _look(group)[1]}, "marker": {"size": 4 if faint else 6},
+        "line": {"color": colour, "width": 1 if faint else 2.2, "dash": dash}, "marker": {"size": 4 if faint else 6},
         "hovertemplate": "%{x:.3~g}: %{y:.4~g}",
     }  # fmt: skip
 

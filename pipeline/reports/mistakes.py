@@ -155,8 +155,10 @@ def _shown(found: Predictions, name: Namer, pictures: Pictures | None) -> Html:
             body = [_captioned(found, i, name, tag) for i, tag in zip(images, tags)]
             parts.append(html('<h3>{}</h3><div class="pictures">{}</div>', title, body))
         elif images:
-            labels, guesses = ([name(int(numbers[i])) for i in images] for numbers in (found.label, found.top1))
-            cells = zip([found.files[i] for i in images], labels, guesses, [f"{100 * found.certainty[i]:.1f}" for i in images])
+            cells = [
+                (found.files[i], name(int(found.label[i])), name(int(found.top1[i])), f"{100 * found.certainty[i]:.1f}")
+                for i in images
+            ]
             listed = table(("image", "class", "predicted", "probability %"), cells, numeric=(3,))
             parts.append(html("<h3>{}</h3>{}", title, listed))
     return join(parts)

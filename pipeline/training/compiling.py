@@ -118,7 +118,7 @@ class Compilation:
             return
         self._remove()
         needed = "Triton and a C compiler" if self._world.device.type == "cuda" else "a C++ compiler"
-        self._go_on_as(OFF, failures, f"the run goes on without compiling, which needs {needed}; train.compile=off skips it")
+        self._go_on_as(OFF, failures, f"the run continues without compiling, which needs {needed}; train.compile=off skips it")
 
     def capture(self, state: TrainState, batch: Batch, seed: int) -> None:
         """Capture the steps after the first one of a start, which is done. If that fails on any rank, all go on without. Collective."""

@@ -76,7 +76,7 @@ def load_pretrained(
             misfits.append(f"{its_name} {tuple(value.shape)} instead of {tuple(target.shape)}")
     if missing or unknown or misfits:
         misfit = f"{source} does not fit {type(model).__name__} under {_WHOSE[authors]}"
-        remedy = f"set model.name and model.switches to those of these, which may have {_WHOSE[False]} or {_WHOSE[True]}"
+        remedy = f"set model.name and model.switches to match these weights, which may have {_WHOSE[False]} or {_WHOSE[True]}"
         raise UserError(f"{misfit}: {listed_misfits(missing, unknown, misfits)}", remedy)
     check_finite(loaded, source)
     model.load_state_dict(loaded, strict=True)
