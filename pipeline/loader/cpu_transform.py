@@ -87,8 +87,8 @@ class Finisher:
     def finish(self, crops: list[Tensor], request: BatchRequest) -> Tensor:
         """Transform B decoded windows, (h, w, 3) uint8 each: (B, 3, S, S) float32, normalized."""
         images = self._memory.take()
-        output = images.numpy()
-        self._for_each(len(crops), lambda i: self._normalization.write(self._pixels(crops[i], request, i, False), output[i]))
+        output, write = images.numpy(), self._normalization.write
+        self._for_each(len(crops), request, lambda i: write(self._pixels(crops[i], request, i, False), output[i]))
         return images
 
     def finish_pixels(self, crops: list[Tensor], request: BatchRequest, pin_memory: bool = False) -> Tensor:
@@ -102,18 +102,16 @@ class Finisher:
         def write(i: int) -> None:
             output[i] = self._pixels(crops[i], request, i, True)
 
-        self._for_each(len(crops), write)
+        self._for_each(len(crops), request, write)
         return images.permute(0, 3, 1, 2)
 
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _for_each(self, count: int, make: Callable[[int], None]) -> None:
-        def share(thread: int) -> None:
-            for i in range(thread, count, self._threads):
-                make(i)
-
-        list(self._pool.map(share, range(self._threads)))
+    def _for_each(self, count: int, request: BatchRequest, make: Callable[[int], object]) -> None:
+        # An image needs Python's lock for as long if it is small: then more threads would only wait for each other.
+        threads = self._threads if request.of_pixels else min(self._threads, 2 + self._size**2 // 16_000)
+        list(self._pool.map(lambda thread: [make(i) for i in range(thread, count, threads)], range(threads)))
 
     def flip_and_augment(self, pixels: np.ndarray, request: BatchRequest, i: int, interleaved: bool = True) -> np.ndarray:
         """Flip image i of a batch, (S, S, 3) uint8, and augment it: (S, S, 3) uint8; ``pixels`` or a view of it where no
@@ -145,8 +143,8 @@ def _planes(picture: Image.Image) -> np.ndarray:
 def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int, bilinear: bool = False) -> np.ndarray:
     """Resize and crop the decoded window (h, w, 3) uint8 of image i of a batch: (S, S, 3) uint8."""
     height, width = geometry.resize[i].astype(int).tolist()
-    # (1, 3, h, w) in the memory layout of PyTorch's fast uint8 kernel. The batch's dimension comes first: after permute(),
-    # its stride would make PyTorch take the tensor for a contiguous one, and spend a third of the time on planes as output.
+    # (1, 3, h, w) in the layout of PyTorch's fast uint8 kernel. The batch's dimension comes first: after permute(), its stride
+    # would make PyTorch take the tensor for a contiguous one, and spend a third of the time on planes as output.
     channels_last = window[None].permute(0, 3, 1, 2)
     resized = F.interpolate(channels_last, size=(height, width), mode="bilinear" if bilinear else "bicubic", antialias=True)
     pixels = resized[0].permute(1, 2, 0).numpy()  # (height, width, 3)
