@@ -33,7 +33,7 @@ if find_spec("timm") is None:
 RECIPES = [name for name in NAMES if name.startswith("base/")]  # what runs have in common; not runs themselves
 RUNS = [name for name in NAMES if name not in RECIPES]
 FILES = [name for name in RUNS if not name.startswith(ABLATIONS)]
-OURS = ["demo", "cifar10", "finetune_folder"]  # from no paper
+OURS = ["demo", "cifar10", "pervit_narrow_cifar10", "finetune_folder"]  # from no paper
 AT_ONCE = 6  # configs per process: DeepSpeed keeps each engine's memory until the process ends
 QUICK = (
     "pervit_t convit_ti deit_t lsat_t_32_cifar10 posmlp_t gmlp_s ablations/pervit_table5_lrn "
