@@ -164,7 +164,7 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
                 sys.exit(1)
         if not isinstance(error, OSError) or error.filename is None and error.errno is None:
             _fail(traceback.format_exc(), 1)  # not an error of the file system
-        place = printable(str(error.filename or "writing a file"), 500)
+        place = printable(str(error.filename or "reading or writing a file"), 500)
         _fail(f"error: {place}: {error.strerror}: check the path, its permissions and the free space.")
     except Exception:
         _fail(traceback.format_exc(), 1)

@@ -130,8 +130,7 @@ def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: W
             problem = f"{verified.folder} is of another model or optimizer ({error.args[0]})"
             raise UserError(problem, "choose another output_dir") from None
         except (SafetensorError, OSError) as error:
-            problem = f"{verified.folder} can no longer be read ({error})"
-            raise UserError(problem, "check its file system, then start again") from None
+            raise UserError(f"{verified.folder} can no longer be read ({error})", "check its file system") from None
 
     do_on_all(read, world)
     engine.empty_partition_cache()

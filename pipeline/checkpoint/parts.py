@@ -127,7 +127,10 @@ class SliceReader:
 
     def _file(self, name: str) -> Any:
         if name not in self.opened:
-            self.opened[name] = safe_open(self._folder / name, framework="pt")
+            try:
+                self.opened[name] = safe_open(self._folder / name, framework="pt")
+            except RuntimeError as error:  # of PyTorch, which maps it
+                raise OSError(str(error)) from None
         return self.opened[name]
 
     def slices(self, quantity: str) -> dict[str, list[tuple[int, int]]]:

@@ -98,11 +98,7 @@ class Finisher:
         """
         images = torch.empty((self._batch_size, self._size, self._size, 3), dtype=torch.uint8, pin_memory=pin_memory)
         output = images.numpy()
-
-        def write(i: int) -> None:
-            output[i] = self._pixels(crops[i], request, i, True)
-
-        self._for_each(len(crops), request, write)
+        self._for_each(len(crops), request, lambda i: np.copyto(output[i], self._pixels(crops[i], request, i, True)))
         return images.permute(0, 3, 1, 2)
 
     def close(self) -> None:

@@ -98,9 +98,10 @@ def earlier_starts(run_dir: Path) -> list[dict]:
             raise ValueError("not a list")
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path} is damaged ({reason})", "move it away") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})", "check its file system") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error})", "move it away") from None
     return starts
 
 

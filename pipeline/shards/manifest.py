@@ -134,9 +134,12 @@ class ShardManifest:
 
     @staticmethod
     def read(folder: Path) -> "ShardManifest":
-        """Read ``folder/manifest.json``. Raises UserError: missing, or as :meth:`parse`."""
+        """Read ``folder/manifest.json``. Raises UserError: missing, unreadable, or as :meth:`parse`."""
         path = find_manifest(folder)
-        return ShardManifest.parse(path.read_bytes(), path)
+        try:
+            return ShardManifest.parse(path.read_bytes(), path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror})", "restore the file") from None
 
     @staticmethod
     def parse(content: bytes, path: Place) -> "ShardManifest":

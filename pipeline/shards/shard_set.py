@@ -180,8 +180,9 @@ class ShardSet(Samples):
             samples = map_sample_table(local, self.info.samples)
             wrong = find_misfit(samples, self.info.shards, self.info.samples_per_class)
             forget_pages(samples)
-        except FileNotFoundError:
-            raise UserError(f"{path} is missing ({self.info.samples} samples by {MANIFEST})", remedy) from None
+        except OSError as error:
+            problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+            raise UserError(f"{path} {problem} ({self.info.samples} samples by {MANIFEST})", remedy) from None
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error}; {self.info.samples} samples by {MANIFEST})", remedy) from None
         if wrong:
