@@ -49,15 +49,16 @@ class Refusal:
     count: int = 1
 
 
+def compiler() -> str | None:
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
 @functools.cache
-def library() -> Path | None:
-    """The compiled library; None without a C compiler."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return None
+def library() -> Path:
+    """The compiled library."""
     made = Path(tempfile.mkdtemp(prefix="refusing-")) / "refusing.so"
     source = Path(__file__).with_suffix(".c")
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", str(made), str(source), "-ldl"], check=True)
+    subprocess.run([compiler(), "-O1", "-shared", "-fPIC", "-o", str(made), str(source), "-ldl"], check=True)
     return made
 
 
@@ -106,7 +107,7 @@ def places(lines: list[str]) -> dict[str, list[int]]:
         name = path[0] if path else "/"
         for pattern, plain in _NAMES:
             name = re.sub(pattern, plain, name)
-        found.setdefault(f"{function} {name}", []).append(int(number))
+        found.setdefault(f"{function.removesuffix('64')} {name}", []).append(int(number))
     return found
 
 

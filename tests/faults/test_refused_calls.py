@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from faults.refusing import EVERY, FOR_GOOD, Refusal, library, places, rows, train, verdict
+from faults.refusing import EVERY, FOR_GOOD, Refusal, compiler, places, rows, train, verdict
 from support.runs import write_small_config
 
 pytestmark = [
     pytest.mark.multiprocess,
-    pytest.mark.skipif(library() is None, reason="needs a C compiler"),
+    pytest.mark.skipif(compiler() is None, reason="needs a C compiler"),
 ]
 # Of each kind of file one: by the names that :func:`~faults.refusing.places` gives them.
 WRITES = (
@@ -21,7 +21,7 @@ WRITES = (
     ("write /checkpoints/.saving/part-00000.safetensors", 1),
     ("rename /checkpoints/.saving", 1),
 )
-READS = (("pread64 /train-000000.tar", FOR_GOOD), ("read /manifest.json", 1))
+READS = (("pread /train-000000.tar", FOR_GOOD), ("read /manifest.json", 1))
 RESUMES = (("read /checkpoints/step/checkpoint.json", 1),)
 
 
