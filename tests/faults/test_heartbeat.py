@@ -253,6 +253,12 @@ def test_the_judge_tells_who_is_behind_from_who_waits() -> None:
     second, sentence = judged(500, stuck)
     assert second == 60 and "like all the others: at step 7, training, none is ahead" in sentence
 
+    def arrived_first(second: int) -> list[Beat]:  # rank 1 waits there for longer than the others do
+        return [Beat(rank, number=second, step=7, calls=3 if rank == 1 else min(3, second // 10)) for rank in range(3)]
+
+    second, sentence = judged(500, arrived_first)
+    assert second == 90 and sentence.startswith("rank 1 (") and "has made no progress for 90 s" in sentence
+
     def behind(second: int) -> list[Beat]:  # in an earlier step, where more calls were made
         return [
             Beat(0, number=second, step=8, calls=0),

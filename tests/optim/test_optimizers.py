@@ -196,6 +196,16 @@ def test_layer_groups_are_timms(name: str, timms: str) -> None:
     assert len(ours) == len(theirs) == 2 * model.num_layers
 
 
+def test_layer_decay_leaves_the_head_alone_and_slows_the_stem_most() -> None:
+    """Guards against an exponent that is off by one, also where timm is not installed: layer l of L takes decay^(L - 1 - l)."""
+    with torch.device("meta"):
+        model = create_model("deit_t")
+    groups = parameter_groups(model, OptimConfig(layer_decay=0.5))
+    rates = {name: group["lr_scale"] for group in groups for name in group["names"]}
+    assert rates["head.weight"] == 1 and rates["norm.weight"] == 0.5 and min(rates.values()) == 0.5 ** (model.num_layers - 1)
+    assert rates["blocks.0.norm1.weight"] == 0.5 ** (model.num_layers - 2)
+
+
 @pytest.mark.parametrize("name", list_models())
 def test_every_family_has_its_layers(name: str) -> None:
     """Guards against a block or a downsampling that learns at the rate of the stem, and against layers without parameters."""
