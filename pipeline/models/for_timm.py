@@ -13,6 +13,7 @@ ablation switches are an argument, ``switches``.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -85,11 +86,8 @@ class TimmModel(VisionModel):
         if isinstance(self, ClassTokenModel):
             return self.norm(self.tokens(images, None))
         seen: list[Tensor] = []
-        hook = self.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
-        try:
+        with self.norm.register_forward_hook(lambda module, inputs, output: seen.append(output)):
             self.class_scores(images)
-        finally:
-            hook.remove()
         return _grid(seen[-1]) if hasattr(self, "levels") or hasattr(self, "stages") else seen[-1].flatten(1, -2)
 
     def forward_intermediates(
@@ -106,12 +104,10 @@ class TimmModel(VisionModel):
         if norm:
             raise UserError("norm is True, but the results of the blocks have no norms of their own", "leave it out")
         found: list[Tensor] = []
-        hooks = [self.get_submodule(name).register_forward_hook(lambda *call: found.append(call[2])) for name in self._taken()]
-        try:
+        with ExitStack() as hooks:
+            for name in self._taken():
+                hooks.enter_context(self.get_submodule(name).register_forward_hook(lambda *call: found.append(call[2])))
             features = self.forward_features(x)
-        finally:
-            for hook in hooks:
-                hook.remove()
         chosen = range(len(found)) if indices is None else range(-indices, 0) if isinstance(indices, int) else indices
         maps = [_grid(found[index]) for index in chosen]  # (B, rows, columns, width) each
         maps = [each.flatten(1, 2) if output_fmt == "NLC" else each.permute(0, 3, 1, 2) for each in maps]

@@ -147,17 +147,14 @@ class VisionModel(nn.Module):
     def pooled(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) -> (B, pooled_width): what the classifier sees."""
         seen: list[Tensor] = []
-        hook = self.get_submodule("head").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        try:
+        with self.get_submodule("head").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
             self(images)
-        finally:
-            hook.remove()
         return seen[0]
 
     @property
     def has_phi(self) -> bool:
         """Whether the model has PerViT's position-based attention Φp, which is computed once per forward pass for all images."""
-        return False
+        return any(True for _ in self.phi_parameters())
 
     def phi_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of Φp in all layers."""
@@ -209,10 +206,6 @@ class VisionModel(nn.Module):
     def _block_prefixes(self) -> list[str]:
         """Prefixes of the names of each block's parameters, such as ``stages.2.blocks.0.``, in order of execution."""
         return [f"{name}." for name, _ in self.named_modules() if re.fullmatch(r"(\w+\.\d+\.)?blocks\.\d+", name)]
-
-    def position_names(self) -> set[str]:
-        """Position embeddings (..., tokens, D), which are resampled when weights are transferred to another image size."""
-        return {name for name, _ in self.named_parameters() if name == "position_embedding.weight"}
 
     def reference_tables(self) -> dict[str, Tensor]:
         """Constant tables that the authors' state dicts contain, under the authors' names; here they are computed on demand."""

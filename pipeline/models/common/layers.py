@@ -150,22 +150,13 @@ def check_size(images: Tensor, side: int) -> None:
         raise UserError(f"an image has {height} x {width} pixels, but {built}", remedy)
 
 
-def init_linear(module: nn.Module) -> None:
-    """ViT's and DeiT's initialization of a linear layer: truncated normal weight, zero bias. Other modules are left alone."""
-    if isinstance(module, nn.Linear):
-        _init_truncated(module)
-
-
-def init_linear_and_convolution(module: nn.Module) -> None:
-    """:func:`init_linear`, also of convolutions (PosMLP's and LSAT's published code)."""
-    if isinstance(module, (nn.Linear, nn.Conv2d)):
-        _init_truncated(module)
-
-
-def _init_truncated(module: nn.Linear | nn.Conv2d) -> None:
-    nn.init.trunc_normal_(module.weight, std=0.02)
-    if module.bias is not None:
-        nn.init.zeros_(module.bias)
+def init_linear(module: nn.Module, convolutions: bool = False) -> None:
+    """ViT's and DeiT's initialization of a linear layer: truncated normal weight, zero bias; also of ``convolutions``, as in PosMLP's
+    and LSAT's published code. Other modules are left alone."""
+    if isinstance(module, nn.Linear) or (convolutions and isinstance(module, nn.Conv2d)):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 Element = TypeVar("Element", bound=nn.Module)

@@ -5,6 +5,7 @@ A four-stage pyramid of gated blocks on windows. Probes of every block: ``positi
 ``covariance`` (:mod:`pipeline.models.gated_mlp.token_mixing`).
 """
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, VisionModel, dropout_factors, linear_drop_path, scales_of_block
-from pipeline.models.common.layers import NORM_EPS, ModuleList, check_sides, check_size, init_linear_and_convolution
+from pipeline.models.common.layers import NORM_EPS, ModuleList, check_sides, check_size, init_linear
 from pipeline.models.common.windows import Tiling, relative_index
 from pipeline.models.gated_mlp import posmlp_layers as layers
 from pipeline.models.gated_mlp.gating import GROUPED, POSMLP_CODE, GatedBlock, GatingSwitches, run_in_windows
@@ -122,7 +123,7 @@ class PosMLP(VisionModel):
             self.stages.append(Stage(before, blocks, windows[i]))
         self.norm = nn.LayerNorm(channels, eps=NORM_EPS)
         self.head = nn.Linear(channels, settings.num_classes)
-        self.apply(init_linear_and_convolution)
+        self.apply(partial(init_linear, convolutions=True))
 
     def reference_tables(self) -> dict[str, Tensor]:
         """Per block: the quadratic terms of the relative positions (ggqpe), or the table index of each token pair (lrpe)."""

@@ -13,6 +13,7 @@ takes, and the global blocks are LSAT's.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scales_of_block
-from pipeline.models.common.layers import NORM_EPS, ModuleList, check_sides, check_size, init_linear_and_convolution
+from pipeline.models.common.layers import NORM_EPS, ModuleList, check_sides, check_size, init_linear
 from pipeline.models.lsat.blocks import (
     SHIFTS_32,
     SHIFTS_224,
@@ -128,7 +129,7 @@ class LSAT(VisionModel):
         self.downsamplings = nn.ModuleList(map(Downsampling, layout.widths, layout.widths[1:]))
         self.norm = nn.LayerNorm(layout.widths[-1], eps=NORM_EPS)
         self.head = nn.Linear(layout.widths[-1], settings.num_classes)
-        self.apply(init_linear_and_convolution)
+        self.apply(partial(init_linear, convolutions=True))
 
     def layer_of(self, name: str) -> int:
         """See the base class. A downsampling belongs to the level that it leads to; CvT's projection is part of the local block."""

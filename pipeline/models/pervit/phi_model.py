@@ -59,11 +59,7 @@ class PhiModel(VisionModel):
         super().__init__(drop_path_rates, activation_checkpointing, switches)
         self.phi_design: PhiDesign | None = None
         self._phi_cache: tuple[tuple, list[Tensor | None]] | None = None
-        self.register_load_state_dict_post_hook(lambda module, _: module._forget_phi())
-
-    @property
-    def has_phi(self) -> bool:
-        return self.phi_design is not None
+        self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "_phi_cache", None))
 
     def add_phi_inputs(self, heads: int, side: int, design: PhiDesign) -> None:
         """Create the modules shared by all layers: the scales of the distances, and the distances themselves if learned.
@@ -89,7 +85,11 @@ class PhiModel(VisionModel):
             key = (grid, tuple(p._version for p in self.phi_parameters()))
             if self._phi_cache is not None and self._phi_cache[0] == key:
                 return self._phi_cache[1]
-        distance = self._distances(grid, self.phi_design)
+        if self.phi_design.distance == "learned":
+            distance = self.position_vectors(grid)
+        else:  # device and dtype come from a buffer: under ZeRO-3, accessing a parameter here would gather it
+            like = self.drop_path_rates
+            distance = position.position_distances(*grid, like.device, like.dtype, self.phi_design.border)
         scale, offset = self.distance_scales()
         layers = [block.position for block in self.blocks]
         maps: list[Tensor | None]
@@ -102,13 +102,6 @@ class PhiModel(VisionModel):
         if cacheable and type(maps[0]) is Tensor:  # a fake tensor, of torch.export for example, has no values
             self._phi_cache = (key, maps)
         return maps
-
-    def _distances(self, grid: tuple[int, int], design: PhiDesign) -> Tensor:
-        if design.distance == "learned":
-            return self.position_vectors(grid)
-        # Device and dtype come from a buffer: under ZeRO-3, accessing a parameter here would gather it.
-        like = self.drop_path_rates
-        return position.position_distances(*grid, like.device, like.dtype, design.border)
 
     def phi_parameters(self) -> Iterator[nn.Parameter]:
         if self.phi_design is None:
@@ -124,12 +117,9 @@ class PhiModel(VisionModel):
         return super().no_weight_decay() | {"position_vectors.weight"}
 
     def train(self, mode: bool = True) -> PhiModel:
-        self._forget_phi()
+        self._phi_cache = None
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> PhiModel:  # .to(), .half(), ...
-        self._forget_phi()
-        return super()._apply(*args, **kwargs)
-
-    def _forget_phi(self) -> None:
         self._phi_cache = None
+        return super()._apply(*args, **kwargs)

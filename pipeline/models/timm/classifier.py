@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import UserError, first_line
-from pipeline.models.common.base import Switches, VisionModel
+from pipeline.models.common.base import Switches, VisionModel, scale_branch
 from pipeline.models.timm.names import TIMM_PREFIX
 from pipeline.models.timm.network import Maker, Trial, build_network, drop_rate, import_timm, scales_kept, try_out
 
@@ -59,7 +59,7 @@ class StreamDropPath(nn.Module):
         if self.calls > 1:
             column = self._call % self.calls
             self._call += 1
-        return x * scales[:, column].view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+        return scale_branch(x, scales, column)
 
     def extra_repr(self) -> str:
         return f"drop_prob={self.drop_prob:.3f}, calls={self.calls}"

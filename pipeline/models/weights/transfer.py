@@ -69,7 +69,7 @@ def load_pretrained(
             notes.append(f"{name} is initialized from scratch: {why}")
         elif value.shape == target.shape:
             loaded[name] = value.to(target.dtype)
-        elif name in model.position_names() and _are_grids(value.shape, target.shape, model.leading_tokens):
+        elif name == "position_embedding.weight" and _are_grids(value.shape, target.shape, model.leading_tokens):
             loaded[name] = resample_positions(value, target.shape, model.leading_tokens)
             notes.append(f"{name} is resampled from {tuple(value.shape)} to {tuple(target.shape)}")
         else:
