@@ -31,7 +31,7 @@ def tells_top5(classes: int) -> bool:
 
 
 def slow_rank(row: Mapping[str, Any]) -> str:
-    """Name the rank of a row of metrics.jsonl that costs the others more than ``COSTLY``, its host and why; empty if none does."""
+    """Name the rank that costs the others more than ``COSTLY`` in a row of metrics.jsonl, and its host; empty if none does."""
     cost, data, compute = (row.get(f"slowest_{name}") for name in ("cost", "data", "compute"))
     if not (isinstance(cost, float) and isinstance(data, float) and isinstance(compute, float) and cost > COSTLY):
         return ""

@@ -1,13 +1,12 @@
-"""Add up how long this rank waits for the others, so that the work of a slow rank can be told from what it costs the others.
+"""Add up how long this rank waits for others: a slow rank is late at every sum over the ranks, and the others wait for it there.
 
-A slow rank is late at every sum over the ranks, and each other rank waits for it there: under ZeRO within its own passes, else before the
-update. A rank's own work is what remains of a step without these waits:
+Under ZeRO they do so within their own passes, else before the update. A rank's own work is what remains of a step:
 
-- Over gloo, the wall time that the main thread spends in ``Work.wait``, through which all collectives of PyTorch and DeepSpeed go. Not
-  CPU time: a rank that is stopped, reads slowly or shares its core is slow without using any.
-- A GPU's host does not wait there. Two CUDA events enclose the place where the training stream waits for the last sum of gradients; they
-  are read when the device has passed them, so that nothing waits for it. ZeRO 3, whose passes gather weights all the time, and steps that
-  are one CUDA graph have no such place: nothing is known of them.
+- Over gloo, without the wall time that the main thread spends in ``Work.wait``, through which all collectives of PyTorch and
+  DeepSpeed go. Not CPU time: a rank that is stopped, reads slowly or shares its core is slow without using any.
+- On a GPU, whose host does not wait, without the time between two CUDA events around the place where the training stream waits for
+  the last sum of gradients. They are read when the device has passed them. ZeRO 3, which gathers weights in its passes, and steps
+  that are one CUDA graph have no such place: nothing is known of them.
 """
 
 import threading

@@ -83,11 +83,8 @@ class MetricReduction:
         return rows
 
     def _slowest(self, waits: np.ndarray, data: np.ndarray) -> dict[str, Any]:
-        """Which rank the others wait for, and the share of the time that this costs: its own work less the median of the others'.
-
-        Nothing where no rank has others, or is known to have waited. ``waits``, ``data``: (ranks,), shares of their time that ranks
-        waited for others, and for data, which is work of their own.
-        """
+        """Find whom the others wait for, and the share of time that it costs: its own work less the median of the others'; nothing
+        where that is not known. ``waits``, ``data``: (ranks,), shares of the time that ranks waited for others, for data."""
         if self._world.size == 1 or not waits.any():
             return {}
         rank = int(waits.argmin())

@@ -83,7 +83,7 @@ def test_a_rank_that_is_stopped_half_of_the_time_is_named(small_run: Path, tmp_p
 
 
 def test_the_report_adds_up_what_each_node_has_cost(tmp_path: Path) -> None:
-    """Guards against steps that count alike although those of a straggler take longer, and against small differences that add up."""
+    """Guards against steps that count alike although a straggler's take longer, and small differences that add up."""
     slow = '"slowest_rank": 5, "slowest_host": "n3", "slowest_data": 0.25, "slowest_compute": 0.75'
     rows = [f'{{"step": {n}, "images_per_second": 50.0, "slowest_cost": 0.5, {slow}}}' for n in range(1, 51)]
     rows += [f'{{"step": {n}, "images_per_second": 100.0, "slowest_cost": 0.09, {slow}}}' for n in range(51, 101)]

@@ -1,4 +1,4 @@
-"""Train as ``pipeline.train`` does, with PERVIT_SLEEP more seconds in each backward pass: in a hook of autograd, between its collectives."""
+"""Train as ``pipeline.train`` does, with PERVIT_SLEEP more seconds in each backward pass: in a hook, between its collectives."""
 
 from __future__ import annotations
 
