@@ -156,6 +156,7 @@ trap '' TERM                               # inherited by the commands below: th
 # ---- requeue? ----------------------------------------------------------------------------------
 
 case $code in 0 | 2) exit "$code" ;; esac
+[ "$train_module" != pipeline.doctor ] || exit "$code"
 
 end() { echo "job $job is not requeued: $*" >&2; exit "$code"; }
 

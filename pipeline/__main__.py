@@ -32,7 +32,7 @@ def main() -> None:
 
 def overview(program: str) -> str:
     """All commands, grouped by purpose; fits a terminal of 24 lines and 80 columns."""
-    lines = [f"usage: {program} COMMAND ...", f"`{program} COMMAND --help` explains a command and shows examples."]
+    lines = [f"usage: {program} COMMAND ...; COMMAND --help explains it, with examples"]
     for purpose, commands in COMMANDS.items():
         for name, module in commands.items():
             lines.append(f"{purpose:<12}{name:<15}{_summary(module)}")

@@ -31,7 +31,7 @@ COMMANDS = {
         "upload-shards": "data_prep.upload_shards",
         "stage-shards": "data_prep.stage_shards",
     },
-    "Train": _own("plan train sweep watch track checkpoint"),
+    "Train": _own("plan doctor train sweep watch track checkpoint"),
     "Use": _own("evaluate predict probe export"),
     "Understand": _own("report analyze audit"),
     "Look up": _own("models config flops throughput"),

@@ -52,6 +52,7 @@ class NotConnected(UserError):
     """The ranks did not find each other. Another start may succeed, so the job may be requeued."""
 
     exit_code = RANK_LOST
+    missing: Sequence[int] = ()  # ranks that never came, where that is known
 
 
 def without_secrets(text: str, is_url: bool = False) -> str:

@@ -8,12 +8,13 @@
 Outside of a step that is logged (an evaluation, a dry run) nothing is recorded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Reduction = Literal["mean", "max", "sum", "slowest"]
+COSTLY = 0.1  # of a step: a rank that costs the others more is named
 
 
 @dataclass
@@ -27,6 +28,15 @@ class Metric:
 def tells_top5(classes: int) -> bool:
     """Whether a terminal shows top-5 accuracy: of fewer than ten classes, five are half of all or more."""
     return classes >= 10
+
+
+def slow_rank(row: Mapping[str, Any]) -> str:
+    """Name the rank that costs the others more than ``COSTLY`` in a row of metrics.jsonl, and its host; empty if none does."""
+    cost, data, compute = (row.get(f"slowest_{name}") for name in ("cost", "data", "compute"))
+    if not (isinstance(cost, float) and isinstance(data, float) and isinstance(compute, float) and cost > COSTLY):
+        return ""
+    who = f"rank {row.get('slowest_rank')} on {row.get('slowest_host')}"
+    return f"{who} costs {cost:.0%} of the step (data {data:.0%}, compute {compute:.0%})"
 
 
 _step: dict[str, Metric] | None = None  # being recorded

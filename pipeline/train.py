@@ -36,6 +36,7 @@ def main() -> int:
         action="store_true",
         help="check everything and take one step on random images with the real model, without writing or changing a file",
     )
+    parser.add_argument("--doctor", action="store_true", help="examine the nodes first, as pervit doctor does")
     args = parser.parse_intermixed_args()
 
     from pipeline.cluster.environment import StopSignal, has_agent, is_first_process
@@ -59,7 +60,7 @@ def main() -> int:
         with console.stage("loading the libraries"), interrupted_later():
             from pipeline.training.loop import connect_and_train
 
-        return connect_and_train(config, stop, load_recipe(args.config), args.dry_run)
+        return connect_and_train(config, stop, load_recipe(args.config), args.dry_run, args.doctor)
 
 
 def check_paths(config: "Config", look_only: bool) -> None:

@@ -142,7 +142,8 @@ def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path:
         "eval": {"top1", "top5", "loss"},  # TensorBoard opens the first two groups
         "train": {"loss", "lr", "grad_norm"},
         "trouble": {"replaced", "bad_samples", "skipped_steps"},
-        "utilization": {"images_per_second", "data_wait", "data_wait_rank", "memory_gib", "peak_memory_gib"},
+        "utilization": {"images_per_second", "data_wait", "data_wait_rank", "memory_gib", "peak_memory_gib"}
+        | {f"slowest_{name}" for name in ("rank", "cost", "data", "compute", "waiting")},
     }
     assert set(events.Tags()["scalars"]) == {f"{group}/{name}" for group, names in shown.items() for name in names}
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 19))

@@ -139,7 +139,7 @@ def connect(world: World, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeout, device_id=binding)
         prove_membership(secret, world)
     except RuntimeError as error:  # all that PyTorch raises; UserError is none
-        raise NotConnected(_why(error, store, rank, size)) from None
+        raise _why(error, store, rank, size) from None
 
 
 def prove_membership(secret: bytes, world: World) -> None:
@@ -173,15 +173,19 @@ def _allow_open_files(rank: int, size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> str:
-    """The message of a failed rendezvous; names the missing ranks if the store still answers."""
+def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> NotConnected:
+    """The error of a failed rendezvous; names the missing ranks if the store still answers."""
     missing: list[str] = []
     with contextlib.suppress(RuntimeError):  # the store may be what was lost
         arrived = set(store.get(_ARRIVED).decode(errors="replace").split())
         missing = [str(other) for other in range(size) if str(other) not in arrived]
     if missing:
-        return f"rank {rank} timed out waiting for {name_ranks(missing)} of {size} ranks: see in their logs why they did not start."
-    return (
+        lost = NotConnected(
+            f"rank {rank} timed out waiting for {name_ranks(missing)} of {size} ranks: see in their logs why they did not start."
+        )
+        lost.missing = [int(other) for other in missing]
+        return lost
+    return NotConnected(
         f"rank {rank} cannot connect to the others ({first_line(error)}): see whether one has ended (its log), or set GLOO_SOCKET_IFNAME and "
         f"NCCL_SOCKET_IFNAME to the network interface between the nodes, such as eth0 (ip addr lists them)."
     )

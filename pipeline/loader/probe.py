@@ -53,7 +53,7 @@ _BATCHES, _BATCH, _SIZE = 3, 32, 224  # images in a batch; side of the output in
 # that does not interpolate colour), 1.2 and 2.1 (one with another inverse DCT); regions that are one pixel off by 11 and 45.
 _ALL_DIFFER, _ONE_DIFFERS = 2.0, 5.0
 _DECODER = re.compile(r"nvidia[-_](dali|nvimgcodec|nvjpeg\b)")  # packages
-_DRIVER = Path("/proc/driver/nvidia/version")
+DRIVER = Path("/proc/driver/nvidia/version")
 _FAILED = "failed with "
 _given_up: "dict[torch.device, Verdict]" = {}  # what has failed in this process is not tried again by it
 _warn_once = cache(logging.getLogger(__name__).warning)  # by its text
@@ -197,7 +197,7 @@ def _about(batches: TrainBatches, device: torch.device) -> dict:
     packages = sorted((each.name, each.version) for each in distributions() if _DECODER.match(each.name or ""))
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU",
-        "driver": _DRIVER.read_text() if _DRIVER.exists() else "",
+        "driver": DRIVER.read_text() if DRIVER.exists() else "",
         "decoder": dict(packages),
         "pixels": 1 << pixels.bit_length(),
     }

@@ -40,19 +40,21 @@ class MetricReduction:
         self._hosts = world.gather(socket.gethostname())
         self._columns: dict[str, Reduction] = {}  # of all metrics that any rank has recorded, in the same order on all ranks
 
-    def rows(self, steps: Sequence[Mapping[str, Metric]], seconds: float) -> list[dict[str, Any]]:
+    def rows(self, steps: Sequence[Mapping[str, Metric]], seconds: float, waited: float) -> list[dict[str, Any]]:
         """Reduce the metrics of some steps. Collective. Returns for each step its metrics by name, but those of no rank.
 
         Args:
             steps: the metrics of each, by name.
             seconds: that these steps took on this rank.
+            waited: seconds of these in which this rank waited for others (:mod:`pipeline.cluster.waits`).
         """
         # Learn the names that any rank has recorded for the first time.
         new = [[name, metric.reduce] for step in steps for name, metric in step.items() if name not in self._columns]
         if self._world.sum(torch.tensor(float(len(new)), device=self._world.device)):  # rare: gathering objects is slow
             for part in self._world.gather(new):
                 self._columns.update(part)
-        own = torch.zeros(2, len(steps), len(self._columns), dtype=torch.float64)  # values; 1 where there is one
+        own = torch.zeros(2, len(steps), len(self._columns) + 1, dtype=torch.float64)  # values; 1 where there is one
+        own[0, 0, -1] = min(waited / seconds, 1.0)
         for number, recorded in enumerate(_fetched(steps, self._world.device)):
             for column, (name, reduction) in enumerate(self._columns.items()):
                 if name in recorded:
@@ -60,7 +62,9 @@ class MetricReduction:
                     own[0, number, column] = value / seconds if reduction == "slowest" else value
                     own[1, number, column] = 1
         values, known = self._world.stack(own.to(self._world.device)).cpu().unbind(1)  # (ranks, steps, columns) each
-        rows: list[dict[str, Any]] = [{} for _ in steps]
+        of_data = list(self._columns).index("data_wait") if "data_wait" in self._columns else -1
+        slowest = self._slowest(values[:, 0, -1].numpy(), values[:, :, of_data].sum(1).numpy())
+        rows: list[dict[str, Any]] = [dict(slowest) for _ in steps]
         for column, (name, reduction) in enumerate(self._columns.items()):
             if reduction == "slowest":
                 # (ranks,); a step may be settled while the next one is under way, whose wait then falls into this time and not its own.
@@ -77,6 +81,18 @@ class MetricReduction:
                     own_values = step[name].values if name in step and reduction in ("max", "sum") else [value]
                     row[name] = int(value) if all(type(own) is int for own in own_values) else value
         return rows
+
+    def _slowest(self, waits: np.ndarray, data: np.ndarray) -> dict[str, Any]:
+        """Find whom the others wait for, and the share of time that it costs: its own work less the median of the others'; nothing
+        where that is not known. ``waits``, ``data``: (ranks,), shares of the time that ranks waited for others, for data."""
+        if self._world.size == 1 or not waits.any():
+            return {}
+        rank = int(waits.argmin())
+        cost = max(0.0, float(np.median(np.delete(waits, rank)) - waits[rank]))
+        of_data = float(min(data[rank], 1 - waits[rank]))
+        shares = {"cost": cost, "data": of_data, "compute": float(1 - waits[rank] - of_data), "waiting": float(waits[rank])}
+        where = {"slowest_rank": rank, "slowest_host": self._hosts[rank]}
+        return where | {f"slowest_{name}": share for name, share in shares.items()}
 
 
 def _fetched(steps: Sequence[Mapping[str, Metric]], device: torch.device) -> list[dict[str, list[float]]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pipeline.cluster.agreement import do_in_main
+from pipeline.cluster.waits import count_waits, waited
 from pipeline.cluster.world import World
 from pipeline.config import Config, config_to_yaml
 from pipeline.errors import UserError, counted
@@ -23,7 +24,7 @@ from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_t
 from pipeline.hardware import memory_gib, peak_flops
 from pipeline.logs import console, tensorboard
 from pipeline.logs.reduction import MetricReduction, StoreReport, report_bad_samples
-from pipeline.metrics import Metric, tells_top5
+from pipeline.metrics import Metric, slow_rank, tells_top5
 from pipeline.runs import METRICS, TENSORBOARD
 from pipeline.runs.rows import parse_row
 from pipeline.stream.schedule import Schedule
@@ -61,6 +62,7 @@ class RunLog:
         self._pending: list[tuple[dict[str, Any], Mapping[str, Metric]]] = []  # of each step: where it is, its metrics
         self._met: dict[int, str] = {}  # bad samples of this rank in these steps
         self._reduction = MetricReduction(world)
+        count_waits()
         self._refused_since: float | None = None  # when writing first failed
         self.bad_samples = {} if bad_samples is None else bad_samples
         self._first_step = start_step + 1
@@ -124,8 +126,8 @@ class RunLog:
 
     def _note_rows(self, pending: list[tuple[dict[str, Any], Mapping[str, Metric]]]) -> None:
         """Turn the metrics of steps into rows, which the next flush writes. Collective."""
-        seconds = time.perf_counter() - self._since
-        reduced = self._reduction.rows([metrics for _, metrics in pending], seconds)
+        seconds, waits = time.perf_counter() - self._since, waited(self._world.device) - self._waited_before
+        reduced = self._reduction.rows([metrics for _, metrics in pending], seconds, waits)
         if any(row["bad_samples"] for row in reduced):  # rare: gathering objects is slow
             report_bad_samples(self._world, self._met, self.bad_samples)
         self._met = {}
@@ -179,7 +181,7 @@ class RunLog:
 
     def restart_clock(self) -> None:
         """Exclude the time since the last flush from the throughput: it was not training."""
-        self._since = time.perf_counter()
+        self._since, self._waited_before = time.perf_counter(), waited(self._world.device)
 
     def say(self, text: str) -> None:
         """Log a line of progress on rank 0."""
@@ -235,7 +237,9 @@ class RunLog:
         memory = f"memory {row['memory_gib']:.2f} GiB"
         lr, norm, wait = f"lr {row['lr']:.2e}", f"grad norm {row['grad_norm']:.3g}", f"data wait {row['data_wait']:.1%}{where}"
         speed = f"{row['images_per_second']:.1f} images/s"
-        parts = [lr, norm, speed, mfu, wait, memory]
+        named = slow_rank(row)
+        culprit = paint(named, "yellow", sys.stdout) if named else ""
+        parts = [lr, norm, speed, mfu, wait, culprit, memory]
         self._show_line(row["step"], row["loss"], parts, [memory, norm, mfu, lr, *([] if slow else [wait])])
 
     def _show_own(self, step: int, metrics: Mapping[str, Metric]) -> None:

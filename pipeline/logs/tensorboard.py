@@ -93,7 +93,8 @@ def of_row(row: Mapping[str, Any], group: str, suffix: str = "") -> dict[str, fl
     curves = {}
     for name, value in row.items():
         if isinstance(value, (int, float)) and name not in NO_CURVES:
-            own = "store" if name.startswith("store_") else _GROUPS.get(name.removesuffix("_rank"), group)
+            own = _GROUPS.get(name.removesuffix("_rank"), group)
+            own = {"store": "store", "slowest": "utilization"}.get(name.partition("_")[0], own)
             curves[f"{own}/{name}{suffix}"] = value
     return curves
 

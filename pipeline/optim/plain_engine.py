@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.cluster.waits import device_waits
 from pipeline.cluster.world import World
 from pipeline.config import Config, accumulation_steps
 from pipeline.optim.bf16_copies import Bf16Copies
@@ -88,8 +89,9 @@ class PlainEngine(Generic[Model]):
     @torch.no_grad()
     def update(self) -> Tensor:
         """Clip the gradients and take the step, unless their norm is not finite; returns their norm before, (). Collective."""
-        for work in self._works:
-            work.wait()
+        with device_waits():
+            for work in self._works:
+                work.wait()
         self._works, self._number, self._last_is = [], 0, None
         norm = self.flat.gradient_norm()
         if self._skips_left is not None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.cluster.waits import device_waits
 from pipeline.optim.slices import skips_on_the_device
 
 
@@ -17,7 +18,8 @@ def wait_for_the_reduction_only(optimizer: Any) -> None:
     accelerator, epilogue = get_accelerator(), optimizer.independent_gradient_partition_epilogue
 
     def wait(device: int | None = None) -> None:
-        accelerator.current_stream().wait_stream(optimizer.reduction_stream)
+        with device_waits():
+            accelerator.current_stream().wait_stream(optimizer.reduction_stream)
 
     def with_stream_wait() -> None:
         accelerator.synchronize = wait  # on the instance, in front of the class's method

@@ -159,17 +159,20 @@ def curves(run: RunFolder, starts: list[Start], paper: float | None) -> Html | N
 
 def speed(run: RunFolder, starts: list[Start]) -> Html | None:
     """Throughput, utilization, waiting and memory, with what interrupts the training; None without a step."""
-
     rates, (mfu_steps, mfu), (wait_steps, waits) = map(run.curve, ("images_per_second", "mfu", "data_wait"))
+    cost_steps, costs = run.curve("slowest_cost")
     shown = [
         ("Throughput", [Curve("throughput", *rates)], "images/s"),
         ("Model FLOPs utilization", [Curve("model flops utilization", mfu_steps, 100 * mfu)], "%"),
         ("Waiting for data", [Curve("waiting for data", wait_steps, 100 * waits)], "% of the time"),
+        ("Waiting for the slowest rank", [Curve("waiting for a rank", cost_steps, 100 * costs)], "% of the time"),
         ("Memory of a process", [Curve("now", *run.curve("memory_gib")), Curve("peak", *run.curve("peak_memory_gib"))], "GiB"),
     ]
     plots = _plots(run, [*_restarts(starts), *_pauses(run)], shown)
     told = f"Half of the steps ran at {np.median(rates[1]):,.1f} images/s or more" if len(rates[1]) else ""
-    paragraphs = [html("<p>{}.</p>", words) for words in (told, _time_of_pauses(run)) if words]
+    slow = "; ".join(f"node {host} cost {cost:.0%} of the run" for host, cost in run.metrics.waited_for.items() if cost >= 0.01)
+    why = f"{slow}: its ranks were late, and the others waited for them" if slow else ""
+    paragraphs = [html("<p>{}.</p>", words) for words in (told, why, _time_of_pauses(run)) if words]
     return join([*paragraphs, plots]) if plots else None
 
 

@@ -4,11 +4,14 @@ import json
 import math
 import os
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+
+from pipeline.metrics import slow_rank
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,6 +108,7 @@ class MetricRows:
     steps: "dict[str, np.ndarray]" = field(default_factory=dict)  # column -> (n,) float64, ascending by "step"; NaN: no number
     evaluations: list[Row] = field(default_factory=list)  # in the file's order
     analyses: list[Row] = field(default_factory=list)  # of ``eval.analyses``
+    waited_for: dict[str, float] = field(default_factory=dict)  # host -> share of the steps' time that slow ranks there cost
     damaged: int = 0  # lines that are not rows
     repeated: int = 0  # steps that were there more than once; the last row of each counts
     half_a_line: bool = False  # the last line has no end: it is being written, or was when the run was killed or copied
@@ -115,6 +119,7 @@ def read_metrics(path: Path) -> MetricRows:
     import numpy as np
 
     found, columns, count = MetricRows(), dict[str, "array[float]"](), 0
+    time, lost = 0.0, defaultdict[str, float](float)
     with open(path, "rb") as file:
         for line in file:
             row = parse_row(line)
@@ -131,6 +136,10 @@ def read_metrics(path: Path) -> MetricRows:
                     # The first test alone is for speed: most values are such.
                     column.append(value if type(value) is float and -1e300 < value < 1e300 or is_number(value) else math.nan)
                 count += 1
+                if is_number(rate := row.get("images_per_second")) and rate > 0:  # a step takes as long as images do
+                    time += 1 / rate
+                    if slow_rank(row):
+                        lost[str(row["slowest_host"])] += row["slowest_cost"] / rate
             elif kind == "damaged":
                 found.damaged += 1
             else:
@@ -139,6 +148,7 @@ def read_metrics(path: Path) -> MetricRows:
         column.extend([math.nan] * (count - len(column)))
         if not np.isnan(values := np.array(column)).all():
             found.steps[name] = values
+    found.waited_for = {host: cost / time for host, cost in sorted(lost.items(), key=lambda item: -item[1])}
     step = found.steps.get("step", np.empty(0))
     if not (np.diff(step) > 0).all():  # sort by step, and keep the last row of each
         _, from_end = np.unique(step[::-1], return_index=True)

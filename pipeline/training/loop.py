@@ -14,6 +14,7 @@ from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.cluster.world import World
 from pipeline.config import Config, Recipe
 from pipeline.errors import PREEMPTED
+from pipeline.health.nodes import see_that_nodes_are_fit
 from pipeline.inference.evaluation import evaluate
 from pipeline.loader.loader import Batch
 from pipeline.logs import pictures, tensorboard
@@ -31,11 +32,16 @@ from pipeline.training.state import Run
 _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
 
 
-def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = None, dry: bool = False) -> int:
-    """Join the other ranks, then :func:`train`, or :func:`dry_run`: the command once its config is loaded. Returns the exit code."""
+def connect_and_train(
+    config: Config, stop: StopSignal, recipe: Recipe | None = None, dry: bool = False, doctor: bool = False
+) -> int:
+    """Join the other ranks, then :func:`train`, or :func:`dry_run`: the command once its config is loaded. Returns the exit code.
+    ``doctor``: examine the nodes before. Raises UserError: one of them is not fit."""
     if config.train.deterministic:
         make_deterministic()
     world = init_world(config.distributed.collective_timeout, None if dry else config.folder)
+    if doctor:
+        see_that_nodes_are_fit(config, world)
     with stop if has_agent() and not dry else nullcontext():
         code = dry_run(config, world) if dry else train(config, world, stop, recipe)
     disconnect()

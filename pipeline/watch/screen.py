@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pipeline.errors import counted
 from pipeline.logs.console import duration
+from pipeline.metrics import slow_rank
 from pipeline.runs import METRICS
 from pipeline.runs.files import RunFiles
 from pipeline.runs.rows import Row, Tail, is_number, kind_of, parse_row
@@ -143,7 +144,8 @@ def _lines(run: LiveRun, state: State, width: int, unicode: bool) -> list[tuple[
         speed.append(f"data wait {wait:.1%}", style="yellow" if wait > 0.2 else "")
         memory = f"{_number(row, 'memory_gib', '.2f')} GiB, peak {_number(row, 'peak_memory_gib', '.2f')} GiB"
         rate = f"learning rate {_number(row, 'lr', '.2e')}, gradient norm {_number(row, 'grad_norm', '.3g')}"
-        lines += [("speed", speed), ("memory", Text(memory)), ("trouble", _trouble(run)), ("optimizer", Text(rate))]
+        culprit = [("slowest", Text(slow, style="yellow"))] if (slow := slow_rank(row)) else []
+        lines += [("speed", speed), *culprit, ("memory", Text(memory)), ("trouble", _trouble(run)), ("optimizer", Text(rate))]
     if run.starts:
         lines.append(("starts", Text(_starts(run))))
     if run.checkpoints:

@@ -208,7 +208,7 @@ def test_the_missing_among_a_thousand_are_named() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     store.set("arrived", b"\xff 1023x -5 " + " ".join(map(str, range(0, 1024, 2))).encode() + b" ")
     store.append("arrived", "1 3 5 ")
-    sentence = _why(RuntimeError("timeout"), store, 0, 1024)
+    sentence = str(_why(RuntimeError("timeout"), store, 0, 1024))
     assert "waiting for ranks 7, 9, 11, 13, 15, 17, 19, 21 and 501 more of 1024 ranks: see in their logs" in sentence
 
 

@@ -154,7 +154,7 @@ def test_a_verdict_is_remembered_until_a_version_changes(
     assert not tried(shards, tmp_path), "the former versions are known still"
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  590.44.01")
-    monkeypatch.setattr(probe, "_DRIVER", driver)
+    monkeypatch.setattr(probe, "DRIVER", driver)
     assert tried(shards, tmp_path)
 
 

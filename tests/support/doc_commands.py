@@ -207,8 +207,8 @@ def _check_sbatch(words: list[str]) -> None:
     if script.stem == "shard_imagenet":
         _check_module("data_prep.shard_imagenet", arguments)
     else:
-        config = arguments.pop(0) if script.stem in ("train", "detection") else f"configs/{script.stem}.yaml"
-        processes = int(size["nodes"]) * int(size["ntasks-per-node"])
+        config = arguments.pop(0) if script.stem in ("train", "detection", "doctor") else f"configs/{script.stem}.yaml"
+        processes = 1 if script.stem == "doctor" else int(size["nodes"]) * int(size["ntasks-per-node"])
         module = "examples.detection.train" if script.stem == "detection" else "pipeline.train"
         if "--plan" in arguments:
             module = "pipeline.plan"

@@ -1,0 +1,162 @@
+"""Examine a rank's node with the parts that a run uses: versions, memory, data, cache, decoder, links to other nodes."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from pipeline.cluster.host import cuda_of_driver
+from pipeline.cluster.world import World
+from pipeline.config import Config
+from pipeline.errors import first_line
+from pipeline.hardware import GIB
+from pipeline.loader.probe import DRIVER, decoding_verdict
+from pipeline.logs.run_files import code_version
+from pipeline.shards.mixed_set import open_training_set
+from pipeline.stream.samples import DamagedSample
+
+clock: Callable[[], float] = time.time  # seconds since 1970
+_IMAGES, _BATCH = 1024, 64  # of the training set, evenly spread over it, that every node reads; in a batch
+_CHUNK, _CHUNKS = 8 << 20, 4  # bytes that are written to the cache, read back, and how often
+_SMALL, _LARGE = 1 << 20, 1 << 24  # bytes of a message: the second if the first takes less than ``_QUICK`` seconds
+_QUICK = 0.05
+_TRIES = 5  # to read another node's clock
+
+
+def node_name() -> str:
+    """The node's name as Slurm's ``--exclude`` takes it; outside of Slurm the host's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def limited(what: str, seconds: float, device: torch.device, action: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Run an action in a thread: its result, None where there is none within ``seconds``, and a sentence about what is wrong."""
+    found: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            found["result"] = action()
+        except Exception as error:
+            found["fault"] = f"{what}: {first_line(error)}"
+
+    thread = threading.Thread(target=work, name="doctor", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if "result" in found:
+        return found["result"], []
+    return None, [found.get("fault", f"{what}: no answer within {seconds:.0f} s")]
+
+
+def examine_rank(config: Config, world: World, reads: bool, seconds: float) -> dict[str, Any]:
+    """Find what this rank can say of its node, as plain data. ``reads``: also try data, cache and decoder, which take at most
+    ``seconds`` together."""
+    on_gpu = world.device.type == "cuda"
+    versions = {name: str(value) for name, value in code_version(config)["packages"].items()}
+    versions |= (
+        {"driver": DRIVER.read_text().split("\n")[0], "CUDA of the driver": str(cuda_of_driver())} if DRIVER.exists() else {}
+    )
+    if on_gpu:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        versions |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "GPU": torch.cuda.get_device_name(world.device)}
+    report: dict[str, Any] = {
+        "versions": versions,
+        "device": str(world.device),
+        "CPUs": len(os.sched_getaffinity(0)),
+        "memory": psutil.virtual_memory().available / GIB,
+        "shm": psutil.disk_usage("/dev/shm").free / GIB if os.path.isdir("/dev/shm") else 0.0,
+        "faults": [],
+    }
+    if reads:
+        tried: dict[str, Callable[[], Any]] = {"data": lambda: read_data(config, world, seconds / 6)}
+        if config.data.cache:
+            tried["cache"] = lambda: write_and_read(Path(config.data.cache or ""))
+        if on_gpu and config.data.decode != "cpu":
+            tried["decoder"] = lambda: decoding_verdict(open_training_set(config.data.path, {}), world.device).reason
+        for what, action in tried.items():
+            report[what], faults = limited(what, seconds / len(tried), world.device, action)
+            report["faults"] += faults
+    return report
+
+
+def read_data(config: Config, world: World, seconds: float) -> tuple[float, list[str]]:
+    """Read images from all over the training set, the same on every node, for so many seconds, as the loader does but past the
+    cache: MB/s of the best batch, and a sentence for each damaged image. Raises UserError: the set is not intact."""
+    shards = open_training_set(config.data.path, config.data.mix, readers=world.size)
+    chosen = np.linspace(0, len(shards) - 1, min(len(shards), _IMAGES)).astype(int).tolist()
+    rates, damaged, began = [0.0], list[str](), time.monotonic()
+    for begin in range(0, len(chosen), _BATCH):
+        before = time.perf_counter()
+        images = shards.read_batch(chosen[begin : begin + _BATCH])
+        good = [image for image in images if not isinstance(image, DamagedSample)]
+        rates.append(sum(len(image) for image in good) / (time.perf_counter() - before) / 1e6)
+        damaged += [str(image) for image in images if isinstance(image, DamagedSample)]
+        if time.monotonic() - began > seconds:
+            break
+    return max(rates), damaged
+
+
+def write_and_read(folder: Path) -> float:
+    """Write to a folder and read it back: MB/s of the best of a few chunks. Raises OSError: as the file system."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, content, rates = folder / f".doctor-{node_name()}-{os.getpid()}", os.urandom(_CHUNK), []
+    try:
+        for _ in range(_CHUNKS):
+            began = time.perf_counter()
+            with open(path, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            if path.read_bytes() != content:
+                raise OSError(f"{path} does not give back what was written to it")
+            rates.append(2 * _CHUNK / (time.perf_counter() - began) / 1e6)
+    finally:
+        path.unlink(missing_ok=True)
+    return max(rates)
+
+
+def measure_link(world: World, peer: int, reads_clock: bool) -> tuple[float, float | None]:
+    """Measure MB/s to another rank over the run's backend, the best of three; and this node's clock less the peer's in seconds where
+    the peer is the lower rank and ``reads_clock``. Collective of the two."""
+    first = world.rank < peer
+
+    def trip(buffer: torch.Tensor) -> float:
+        began = time.perf_counter()
+        for sends in (first, not first):
+            dist.send(buffer, peer) if sends else dist.recv(buffer, peer)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    small = torch.zeros(_SMALL, dtype=torch.uint8, device=world.device)
+    trip(small)  # connects
+    size = torch.tensor([_LARGE if trip(small) < _QUICK else _SMALL], device=world.device)
+    dist.send(size, peer) if first else dist.recv(size, peer)
+    buffer = torch.zeros(int(size), dtype=torch.uint8, device=world.device)
+    rate = 2 * int(size) / min(trip(buffer) for _ in range(3)) / 1e6
+    tries = []
+    for _ in range(_TRIES if reads_clock else 0):
+        asked, theirs = clock(), torch.zeros(1, dtype=torch.float64, device=world.device)
+        if first:
+            dist.recv(theirs, peer)
+            dist.send(theirs.fill_(clock()), peer)
+        else:
+            dist.send(theirs, peer)
+            dist.recv(theirs, peer)
+            tries.append((clock() - asked, (clock() + asked) / 2 - float(theirs)))
+    return rate, min(tries)[1] if tries else None
+
+
+def partner(index: int, turn: int, count: int) -> int:
+    """Find whom the ``index``-th of an even ``count`` meets in a turn: in ``count - 1`` turns everybody once."""
+    others = count - 1
+    met = turn * pow(2, -1, others) % others if index == others else (turn - index) % others
+    return others if met == index else met

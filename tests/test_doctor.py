@@ -1,0 +1,197 @@
+"""``pervit doctor``: healthy nodes, and sick ones with real faults: mounts, clocks, packages, links, lost processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.ranks import Job, meeting_point
+from support.slurm_cluster import ON_CPUS, Cluster
+
+pytestmark = pytest.mark.multiprocess
+NODES = ["n1", "n2", "n3"]
+
+
+def examined(config: Path, *words: str, seconds: int = 90, missing: int = 0, **environment: object) -> tuple[int | None, str]:
+    """Rank 0's exit code and page for three nodes of one rank each; a list has a value for each."""
+    if "PERVIT_MOUNT" in environment and os.geteuid() != 0:
+        pytest.skip("needs the right to mount a file system")
+    count = len(NODES) - missing
+    variables = {"SLURMD_NODENAME": NODES[:count], "LOCAL_WORLD_SIZE": "1", **environment}
+    more = {"module": "support.doctor_rank", "missing": missing, **variables}
+    job = Job(count, "--config", config, f"--seconds={seconds}", *words, **more)  # type: ignore[arg-type]
+    assert job.until(lambda: job.code(0) is not None)
+    if "PERVIT_STOP" in environment:
+        job.kill(count - 1)
+    job.wait()
+    assert "Traceback" not in job.stderr(), job.outputs()
+    print(job.stdout())
+    return job.code(0), job.stdout()
+
+
+def test_healthy_nodes(small_run: Path, tmp_path: Path) -> None:
+    """Guards against a node that is left out although nothing is wrong with it, and a table without a figure."""
+    code, page = examined(small_run, f"data.cache={tmp_path / 'cache'}")
+    assert code == 0 and "verdict: none of 3 nodes to leave out" in page and "--exclude" not in page, page
+    head, *rows = [re.split(r"  +", line.strip()) for line in page.splitlines() if re.match(r"node |n\d ", line)]
+    assert len(rows) == 3 and all(len(row) == len(head) + 1 and row[-1] == "ok" for row in rows), page
+    assert not list((tmp_path / "cache").glob(".doctor*"))
+
+
+def other_numpy(folder: Path) -> str:
+    """A folder for PYTHONPATH in which a package says that it has another version."""
+    (folder / "numpy-1.0.dist-info").mkdir()
+    (folder / "numpy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.0\n")
+    return f"{folder}:{REPOSITORY}:{REPOSITORY / 'tests'}"
+
+
+def test_a_clock_and_a_version_of_their_own(small_run: Path, tmp_path: Path) -> None:
+    """Guards against one package that was left behind on a node, and logs whose times do not fit together."""
+    path = other_numpy(tmp_path)
+    variables = clean_environment(**{name: str(value) for name, value in meeting_point(3).items()})
+    command = [sys.executable, "-m", "support.doctor_rank", "--config", str(small_run), "--seconds=90"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={
+                **variables,
+                **{"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "SLURMD_NODENAME": NODES[rank]},
+                "PYTHONPATH": path if rank == 1 else f"{REPOSITORY}:{REPOSITORY / 'tests'}",
+                "PERVIT_CLOCK": "-30" if rank == 2 else "",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        for rank in range(3)
+    ]
+    page = ranks[0].communicate(timeout=PATIENCE)[0]
+    assert [rank.wait(timeout=PATIENCE) for rank in ranks] == [1, 1, 1], page
+    print(page)
+    assert re.search(r"n2: numpy 1\.0, where most have 2", page) and page.endswith("--exclude=n2,n3\n"), page
+    assert "n3: its clock is -30.0 s from the nodes' median" in page
+
+
+def test_little_shared_memory(small_run: Path) -> None:
+    """Guards against NCCL's bus error in the first step, on the one node whose /dev/shm is full."""
+    code, page = examined(small_run, PERVIT_MOUNT=["", "-t tmpfs -o size=8m none /dev/shm", ""])
+    assert code == 1 and "n2: /dev/shm has 8 MiB free, at least 64 are needed" in page and page.endswith("--exclude=n2\n"), page
+
+
+def spoiled(shards: Path, copy: Path) -> Path:
+    """A copy of a shard set with the middle of a tar overwritten, of the same size."""
+    shutil.copytree(shards, copy)
+    with open(copy / "train-000002.tar", "r+b") as tar:
+        tar.seek((copy / "train-000002.tar").stat().st_size // 3)
+        tar.write(os.urandom(20_000))
+    return copy
+
+
+def test_a_corrupt_shard_on_one_node_and_on_all(small_run: Path, digits_shards: Path, tmp_path: Path) -> None:
+    """Guards against a node that is blamed for the data, and a bad copy that is blamed on the data."""
+    copy = spoiled(digits_shards, tmp_path / "copy")
+    code, page = examined(small_run, PERVIT_MOUNT=["", "", f"--bind {copy} {digits_shards}"])
+    assert code == 1 and re.search(r"n3: \d+ images it reads damaged, unlike the others: .*train-000002", page), page
+    assert page.endswith("--exclude=n3\n")
+    code, page = examined(small_run, f"data.path={copy}")
+    assert code == 1 and "the data itself, on every node" in page and "--exclude" not in page, page
+
+
+def test_a_disk_that_is_slow_and_one_that_never_answers(small_run: Path) -> None:
+    """Guards against a doctor that waits for the file server that it should find."""
+    code, page = examined(small_run, PERVIT_READ=["", "", "0.02"])
+    assert code == 1 and re.search(r"n3: \S+ data MB/s, less than a third of the nodes' median", page), page
+    code, page = examined(small_run, seconds=30, PERVIT_READ=["", "stalled", ""])
+    assert code == 1 and re.search(r"n2: data: no answer within \d s", page) and page.endswith("--exclude=n2\n"), page
+
+
+def test_a_rank_that_stops_and_one_that_never_comes(small_run: Path) -> None:
+    """Guards against a doctor that hangs, and against its blaming those that waited."""
+    code, page = examined(small_run, seconds=30, PERVIT_STOP=["", "", "1"])
+    assert code == 1 and "n3: no answer from rank 2" in page and page.endswith("--exclude=n3\n"), page
+    code, page = examined(small_run, seconds=15, missing=1)
+    assert code == 1 and "waiting for rank 2 of 3 ranks" in page and "the node of rank 2 to leave out" in page, page
+
+
+@pytest.fixture
+def slow_network() -> Iterator[list[str]]:
+    """Three network namespaces on a bridge, of which the last has 20 Mbit/s."""
+    mark = secrets.token_hex(2)
+    names, bridge = [f"d{mark}{number}" for number in range(3)], f"d{mark}b"
+
+    def run(*words: str, check: bool = True) -> bool:
+        return subprocess.run(words, capture_output=True, check=check).returncode == 0
+
+    try:
+        if not (shutil.which("ip") and shutil.which("tc") and run("ip", "link", "add", bridge, "type", "bridge", check=False)):
+            pytest.skip("needs the right to make network namespaces")
+        run("ip", "link", "set", bridge, "up")
+        for number, name in enumerate(names):
+            run("ip", "netns", "add", name)
+            run("ip", "link", "add", f"{name}o", "type", "veth", "peer", "name", "eth0", "netns", name)
+            run("ip", "link", "set", f"{name}o", "master", bridge, "up")
+            for words in (f"addr add 10.93.7.{number + 1}/24 dev eth0", "link set eth0 up", "link set lo up"):
+                run("ip", "-n", name, *words.split())
+        for place in (["tc", "-n", names[2], "qdisc", "add", "dev", "eth0"], ["tc", "qdisc", "add", "dev", f"{names[2]}o"]):
+            if not run(*place, *"root tbf rate 20mbit burst 64kb latency 400ms".split(), check=False):
+                pytest.skip("needs a kernel with tc's token bucket filter")
+        yield names
+    finally:
+        for name in names:
+            run("ip", "netns", "del", name, check=False)
+        run("ip", "link", "del", bridge, check=False)
+
+
+def test_a_slow_link(small_run: Path, slow_network: list[str]) -> None:
+    """Guards against a network port that has fallen back to a tenth of its rate, which slows every rank alike."""
+    common = {"MASTER_ADDR": "10.93.7.1", "MASTER_PORT": "29431", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    common |= {"PERVIT_JOB_SECRET": secrets.token_hex(32), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pipeline.doctor", "--config", str(small_run), "--seconds=120"]
+    ranks = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *command],
+            env=clean_environment(**common, RANK=str(rank), SLURMD_NODENAME=NODES[rank], PYTHONPATH=str(REPOSITORY)),
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        for rank, name in enumerate(slow_network)
+    ]
+    page = ranks[0].communicate(timeout=PATIENCE)[0]
+    assert [rank.wait(timeout=PATIENCE) for rank in ranks] == [1, 1, 1], page
+    print(page)
+    assert re.search(r"n3: \S+ link MB/s, less than a third of the nodes' median", page) and page.endswith("--exclude=n3\n"), (
+        page
+    )
+
+
+def test_a_training_does_not_begin_on_a_sick_node(small_run: Path, digits_shards: Path, tmp_path: Path) -> None:
+    """Guards against ``--doctor`` that is only looked at afterwards."""
+    copy = spoiled(digits_shards, tmp_path / "copy")
+    words = ("--config", small_run, f"data.path={copy}", "--doctor", "train.max_steps=1")
+    job = Job(2, *words)
+    assert job.wait() == [2, 2], job.outputs()
+    assert "must not train as it is" in job.stderr() and not (tmp_path / "run" / "metrics.jsonl").exists()
+    healthy = Job(2, "--config", small_run, "--doctor", "train.max_steps=1", "train.micro_batch_size=8").succeed()
+    assert "verdict: none of 1 node to leave out" in healthy.stdout()
+
+
+@pytest.mark.slurm
+def test_a_job_of_its_own(small_run: Path, tmp_path: Path, cluster: Cluster) -> None:
+    """Guards against nodes with other names than sbatch's ``--exclude`` takes, and a job that requeues itself on them."""
+    words = (*ON_CPUS, "--nodes=2", "--ntasks-per-node=2", "launch/doctor.slurm", small_run)
+    job = cluster.job(tmp_path, *words)
+    assert job.state == "COMPLETED" and "verdict: none of 2 nodes to leave out" in job.log, job.log
+    assert len(re.findall(r"^0: node\d +2 .* ok$", job.log, re.MULTILINE)) == 2, job.log
+    (small_run.parent / "damaged").mkdir()
+    job = cluster.job(tmp_path, *words, f"data.path={small_run.parent / 'damaged'}")
+    assert job.state == "FAILED" and "--exclude=node1,node2" in job.log and "requeued" not in job.log, job.log
