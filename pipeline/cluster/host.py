@@ -230,7 +230,7 @@ def cause_on(host: str, address: str) -> str:
         socket.create_connection((address, _ANY_PORT), timeout=2).close()
     except OSError as error:
         if not isinstance(error, ConnectionRefusedError):
-            return f"its node ({address}) does not answer either: {host} is down, or the network to it is cut"
+            return f"its node ({address}) does not answer either, {host} is down or the network to it is cut"
     return f"its node answers, so the process was killed (for lack of memory?) or stopped: see its log and dmesg on {host}"
 
 

@@ -24,7 +24,7 @@ def silence_limit(config: DistributedConfig, broken: bool) -> float:
 def connection_lost(lost: Beat, how: str) -> Verdict:
     """The verdict that a rank was cut off; ``how`` it was noticed follows the rank's name."""
     cause = cause_on(lost.host, lost.address)
-    return Verdict(f"{lost.who} {how}; its last heartbeat came from {lost.place}; {cause}, {_AGAIN}")
+    return Verdict(f"{lost.who} {how}; its last heartbeat came from {lost.place}: {cause}, {_AGAIN}")
 
 
 class Judge:

@@ -46,7 +46,7 @@ def test_a_read_that_does_not_return_is_found(tmp_path: Path) -> None:
 def test_a_node_that_answers_is_told_from_one_that_does_not() -> None:
     """Guards against a healthy node that is called lost, and the reverse; a node of which no address is known is neither."""
     assert cause_on("n1", "127.0.0.1").startswith("its node answers") and "dmesg on n1" in cause_on("n1", "127.0.0.1")
-    assert "does not answer either: n1 is down" in cause_on("n1", "255.255.255.255")
+    assert "does not answer either, n1 is down" in cause_on("n1", "255.255.255.255")
     assert "answer" not in cause_on("n1", "")
 
 
