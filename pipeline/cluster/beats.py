@@ -61,6 +61,8 @@ class Beat(NamedTuple):
     message: Annotated[_Text, _at_most(4000)] = ""  # the error message if BROKEN or ENDED, the sentence of a VERDICT
     exit_code: Annotated[_Number, AfterValidator(_check_code)] = RANK_LOST  # for the other ranks, if ENDED or VERDICT
     hanging: tuple[_Number, ...] = ()  # of a VERDICT: ranks that are alive and should print where they hang
+    address: Annotated[_Text, _at_most(255)] = ""  # of its node, on the way to rank 0
+    file: Annotated[_Text, _at_most(300)] = ""  # of which a read has not returned since the beat before
 
     @property
     def who(self) -> str:

@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from pipeline.cluster import nccl
 from pipeline.cluster.beats import Beat, Board, Status, Verdict, print_now
-from pipeline.cluster.lost_ranks import BROKEN_SILENCE_LIMIT, Judge, connection_lost, silence_limit
+from pipeline.cluster.host import hanging_read, own_address
+from pipeline.cluster.lost_ranks import BROKEN_SILENCE_LIMIT, WARNING_SHARE, Judge, connection_lost, silence_limit
 from pipeline.cluster.meeting import store_client
 from pipeline.cluster.world import World
 from pipeline.command_line import SPEAKS_SECOND
@@ -54,6 +55,7 @@ class Heartbeat:
     def __init__(self, world: World, config: DistributedConfig, run_folder: Path | None = None) -> None:
         self._rank, self._size, self._config, self._run_folder = world.rank, world.size, config, run_folder
         self._host = printable(socket.gethostname(), 255)
+        self._address, self._waits, self._calls = own_address(os.environ.get("MASTER_ADDR", "")), "", set[tuple[str, str]]()
         self._place = (0, "starting", 0)  # step, doing, calls in this step; replaced as a whole: no lock needed
         self._end = (Status.RUNNING, "", RANK_LOST)  # status, error message, exit code for the other ranks
         self._first = Beat(0, os.environ.get("MASTER_ADDR", "unknown"))  # last heartbeat of rank 0
@@ -120,7 +122,9 @@ class Heartbeat:
         (step, doing, calls), (status, message, exit_code) = self._place, self._end
         if status is Status.RUNNING and (reported := nccl.failure()):
             status, message = Status.BROKEN, reported  # the main thread waits for the GPU and never learns of it
+        file, self._calls = hanging_read(self._calls)
         beat = Beat(self._rank, self._host, os.getpid(), number, step, doing, calls, status, message, exit_code)
+        beat = beat._replace(address=self._address, file=printable(file, 300))
         return beat._replace(status=Status.VERDICT, **vars(verdict)) if verdict else beat
 
     def _talk(self) -> None:
@@ -147,6 +151,9 @@ class Heartbeat:
             self._observe(judge, [own, *board.read(range(1, self._size))])
             if verdict := judge.verdict():
                 return self._spread(verdict, board, judge, number)
+            waited, self._waits = self._waits, judge.waiting(WARNING_SHARE)
+            if self._waits and not waited:
+                print_now(f"warning: {self._waits}; see whether the node reaches it")
             if own.status is Status.ENDED or own.status is Status.LEFT and judge.all_left:
                 return
             self._pause(BEAT / 5 if own.status is Status.LEFT else BEAT)  # the run has ended: only this thread keeps the job

@@ -27,6 +27,7 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ADDRESS = "address"  # key of the store, and the rank
 _ANY_PORT = 9  # no packet is sent
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # parameters of mallopt(3)
+_READS = {"x86_64": ("0", "17"), "aarch64": ("63", "67")}.get(os.uname().machine, ())  # numbers of read and pread64
 _PROC, _SYS = Path("/proc/driver/nvidia/gpus"), Path("/sys")
 
 
@@ -219,6 +220,32 @@ def own_address(peer: str) -> str:
             probe.connect(place)
             return probe.getsockname()[0]
     return ""
+
+
+def cause_on(host: str, address: str) -> str:
+    """What to look for where a process fell silent: whether its node answers, if only to refuse a connection, tells node from process."""
+    if not address:
+        return "find the cause on its node (its log, dmesg, the network)"
+    try:
+        socket.create_connection((address, _ANY_PORT), timeout=2).close()
+    except OSError as error:
+        if not isinstance(error, ConnectionRefusedError):
+            return f"its node ({address}) does not answer either, {host} is down or the network to it is cut"
+    return f"its node answers, so the process was killed (for lack of memory?) or stopped: see its log and dmesg on {host}"
+
+
+def hanging_read(before: set[tuple[str, str]]) -> tuple[str, set[tuple[str, str]]]:
+    """The file of which a thread of this process, in whatever library, has waited for a read since ``before``, empty if none; and
+    the next ``before``. Linux tells the call that a thread is in, and how often it has slept; memory maps make no calls."""
+    now = set()
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has ended, or the kernel does not tell
+            now.add(((task / "syscall").read_text(), (task / "status").read_text().partition("voluntary")[2]))
+    for number, *arguments in (call.split() for call, _ in sorted(now & before)):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if number in _READS and (path := os.readlink(f"/proc/self/fd/{int(arguments[0], 16)}")).startswith("/"):
+                return path, now  # "socket:..." and "pipe:..." are none
+    return "", now
 
 
 def _is_loopback(address: object) -> bool:

@@ -1,4 +1,4 @@
-"""Detect failures: judge from the heartbeats of all ranks which one is lost. No threads, no clock, no network.
+"""Detect failures: judge from the heartbeats of all ranks which one is lost; ask its node whether it is up. No threads, no clock.
 
 Time counts only while the detector itself was running and saw no change. So neither a jump of the wall clock nor a suspension
 of the detecting process makes other ranks look silent.
@@ -7,12 +7,13 @@ of the detecting process makes other ranks look silent.
 from collections.abc import Sequence
 
 from pipeline.cluster.beats import Beat, Status, Verdict
+from pipeline.cluster.host import cause_on
 from pipeline.cluster.world import name_ranks
 from pipeline.config import DistributedConfig
 
 BROKEN_SILENCE_LIMIT = 5.0  # seconds; the minimum of silence_timeout, which it replaces once a collective has failed
 _AGAIN = "then start the same command again, it resumes from the newest checkpoint."
-_CAUSE = f"find the cause on its node (its log, dmesg, the network), {_AGAIN}"
+READ_SHARE, WARNING_SHARE = 1 / 6, 1 / 60  # of progress_timeout, after which a read of a file ends the run, or is named
 
 
 def silence_limit(config: DistributedConfig, broken: bool) -> float:
@@ -22,7 +23,8 @@ def silence_limit(config: DistributedConfig, broken: bool) -> float:
 
 def connection_lost(lost: Beat, how: str) -> Verdict:
     """The verdict that a rank was cut off; ``how`` it was noticed follows the rank's name."""
-    return Verdict(f"{lost.who} {how}; its last heartbeat came from {lost.place}: {_CAUSE}")
+    cause = cause_on(lost.host, lost.address)
+    return Verdict(f"{lost.who} {how}; its last heartbeat came from {lost.place}: {cause}, {_AGAIN}")
 
 
 class Judge:
@@ -33,6 +35,7 @@ class Judge:
         self._newest: dict[int, Beat] = {}
         self._silent: dict[int, float] = {}  # rank -> seconds without a new beat
         self._still: dict[int, float] = {}  # rank -> seconds without progress
+        self._reading: dict[int, float] = {}  # rank -> seconds that a read of one file has taken
         self._broken = 0.0  # seconds since the first failed collective
 
     def observe(self, beats: Sequence[Beat], seconds: float) -> None:
@@ -43,6 +46,8 @@ class Judge:
             moved = last is None or beat.calls != last.calls or beat.step != last.step or beat.status is not last.status
             self._silent[rank] = 0.0 if alive else self._silent[rank] + seconds
             self._still[rank] = 0.0 if moved else self._still[rank] + seconds
+            reads_on = last is not None and not moved and beat.file and beat.file == last.file
+            self._reading[rank] = self._reading[rank] + seconds if reads_on else 0.0
             self._newest[rank] = beat
         self._broken = self._broken + seconds if self._with(Status.BROKEN) else 0.0
 
@@ -64,6 +69,8 @@ class Judge:
             return Verdict(f"{beat.who} ended at {beat.place}: {beat.message}.", beat.exit_code)
         if verdict := self.silent():
             return verdict
+        if waits := self.waiting(READ_SHARE):
+            return Verdict(f"{waits}: see whether the node reaches it, or raise distributed.progress_timeout, {_AGAIN}")
         # A collective failed, but all ranks are alive, as one that was lost would have fallen silent by now: it timed out, or
         # the network between two of them is cut.
         if self._broken >= 2 * BROKEN_SILENCE_LIMIT:
@@ -83,6 +90,15 @@ class Judge:
         others = [beat.rank for beat in watched if beat is not worst and self._silent[beat.rank] > 0.6 * seconds]
         also = f" (and so did {name_ranks(others)})" if others else ""
         return connection_lost(worst, f"sent no heartbeat for {seconds:.0f} s{also}")
+
+    def waiting(self, share: float) -> str:
+        """Which rank has waited for a read for that share of progress_timeout, and for which file; empty if none has."""
+        waiting = [beat for beat in self._with(Status.RUNNING) if self._reading[beat.rank]]
+        worst = max(waiting, key=lambda beat: self._reading[beat.rank], default=Beat(0))
+        if not waiting or self._reading[worst.rank] < share * self._config.progress_timeout:
+            return ""
+        also = f" (with {name_ranks([beat.rank for beat in waiting if beat is not worst])})" if len(waiting) > 1 else ""
+        return f"{worst.who}{also} has waited {self._reading[worst.rank]:.0f} s for a read of {worst.file} at {worst.place}"
 
     def _behind(self, broken: Beat | None = None) -> Verdict:
         """The verdict that names the rank furthest behind, or says that all are at the same place."""

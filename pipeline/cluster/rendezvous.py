@@ -11,6 +11,7 @@ import logging
 import os
 import resource
 import secrets
+import threading
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from pipeline.cluster.environment import is_loopback, read_place, slurm_granted_gpus
 from pipeline.cluster.host import bind_near_gpu, choose_gloo_interface, gpu_is_usable, keep_freed_memory
-from pipeline.cluster.meeting import meet
+from pipeline.cluster.meeting import meet, store_client
 from pipeline.cluster.nccl import leave_faults_to_the_heartbeat
 from pipeline.cluster.world import World, name_ranks
 from pipeline.errors import NotConnected, UserError, first_line
@@ -29,6 +30,7 @@ from pipeline.errors import NotConnected, UserError, first_line
 DEFAULT_TIMEOUT = 1800.0  # seconds per collective where no run sets its own: torch.distributed's default for gloo
 _FILES_PER_RANK = 2  # connections of each rank to the store: the rendezvous' and the heartbeat's
 _OTHER_FILES = 256  # that a process has open besides: libraries, shards, GPUs
+_LATE = 20.0  # seconds after which rank 0 names those that are missing
 _ARRIVED = "arrived"  # key of the store to which each rank appends its number
 _log = logging.getLogger(__name__)
 
@@ -131,8 +133,11 @@ def connect(world: World, timeout: timedelta) -> None:
     store, secret = meet(rank, size, timeout, on_one_machine)
     # Eager initialization, as DeepSpeed does: NCCL connects now, not in the first step.
     binding = world.device if backend == "nccl" else None
+    late = threading.Timer(_LATE, _name_the_late, (size,))
     try:
         store.append(_ARRIVED, f"{rank} ")  # type: ignore[attr-defined]  # missing in PyTorch's stubs
+        if rank == 0:
+            late.start()
         if not on_one_machine:
             choose_gloo_interface(store, rank, size)
         prefixed = dist.PrefixStore("default_pg", store)  # as PyTorch would name it
@@ -140,6 +145,8 @@ def connect(world: World, timeout: timedelta) -> None:
         prove_membership(secret, world)
     except RuntimeError as error:  # all that PyTorch raises; UserError is none
         raise _why(error, store, rank, size) from None
+    finally:
+        late.cancel()
 
 
 def prove_membership(secret: bytes, world: World) -> None:
@@ -173,17 +180,25 @@ def _allow_open_files(rank: int, size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> NotConnected:
-    """The error of a failed rendezvous; names the missing ranks if the store still answers."""
-    missing: list[str] = []
+def _name_the_late(size: int) -> None:
+    """In a thread of rank 0: say for whom it waits. The connection of the main thread is locked meanwhile."""
+    if missing := _missing(store_client(_LATE), size):
+        _log.warning(f"rank 0 has waited {_LATE:.0f} s for {name_ranks(missing)} of {size}: see why in their logs")
+
+
+def _missing(store: dist.TCPStore, size: int) -> list[int]:
     with contextlib.suppress(RuntimeError):  # the store may be what was lost
         arrived = set(store.get(_ARRIVED).decode(errors="replace").split())
-        missing = [str(other) for other in range(size) if str(other) not in arrived]
-    if missing:
-        lost = NotConnected(
-            f"rank {rank} timed out waiting for {name_ranks(missing)} of {size} ranks: see in their logs why they did not start."
-        )
-        lost.missing = [int(other) for other in missing]
+        return [other for other in range(size) if str(other) not in arrived]
+    return []
+
+
+def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> NotConnected:
+    """The error of a failed rendezvous; names the missing ranks if the store still answers."""
+    if missing := _missing(store, size):
+        names = f"{name_ranks(missing)} of {size} ranks"
+        lost = NotConnected(f"rank {rank} timed out waiting for {names}: see in their logs why they did not start.")
+        lost.missing = missing
         return lost
     return NotConnected(
         f"rank {rank} cannot connect to the others ({first_line(error)}): see whether one has ended (its log), or set GLOO_SOCKET_IFNAME and "

@@ -97,7 +97,7 @@ class DistributedConfig(Section):
     silence_timeout: Annotated[float, Field(ge=5, le=100, allow_inf_nan=False)] = 60
     """Seconds without a heartbeat after which the other ranks declare a rank lost and exit; the job scripts wait 120 seconds for that."""
     progress_timeout: Annotated[float, Field(ge=5, le=MAX_SECONDS, allow_inf_nan=False)] = 1800
-    """Seconds that a live rank may spend on one unit of progress (a step, an evaluation batch, a save)."""
+    """Seconds that a live rank may spend on one unit of progress (a step, an evaluation batch, a save); a sixth of it on one read of a file."""
 
     @property
     def collective_timeout(self) -> float:

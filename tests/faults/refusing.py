@@ -28,6 +28,7 @@ KEYS = (
     "seed=3",
     "log.samples=true",
 )
+SOURCE = Path(__file__).with_suffix(".c")
 FOR_GOOD = 10**6  # calls that fail, once one has
 _NAMES = (  # what differs from run to run in a path
     (r"\.saving-\d+-[0-9a-f]+", ".saving"),
@@ -54,19 +55,18 @@ def compiler() -> str | None:
 
 
 @functools.cache
-def library() -> Path:
+def library(source: Path) -> Path:
     """The compiled library."""
-    made = Path(tempfile.mkdtemp(prefix="refusing-")) / "refusing.so"
-    source = Path(__file__).with_suffix(".c")
+    made = Path(tempfile.mkdtemp(prefix="refusing-")) / "library.so"
     subprocess.run([compiler(), "-O1", "-shared", "-fPIC", "-o", str(made), str(source), "-ldl"], check=True)
     return made
 
 
 @functools.cache
-def _zygote() -> ranks._Zygote:
+def _zygote(source: Path) -> ranks._Zygote:
     """Like that of other tests, with the library."""
     before = os.environ.get("LD_PRELOAD")
-    os.environ["LD_PRELOAD"] = str(library())
+    os.environ["LD_PRELOAD"] = str(library(source))
     try:
         return ranks._Zygote()
     finally:
@@ -76,9 +76,9 @@ def _zygote() -> ranks._Zygote:
 
 
 @contextmanager
-def preloaded() -> Iterator[None]:
+def preloaded(source: Path = SOURCE) -> Iterator[None]:
     """Jobs are forked from a process that has the library."""
-    usual, ranks._zygote = ranks._zygote, _zygote
+    usual, ranks._zygote = ranks._zygote, lambda: _zygote(source)
     try:
         yield
     finally:

@@ -269,6 +269,30 @@ def test_the_judge_tells_who_is_behind_from_who_waits() -> None:
     assert judged(500, behind)[1].startswith("rank 1 (")
 
 
+def test_the_judge_names_who_waits_for_a_file() -> None:
+    """Guards against a stall of reads that is named late, or with those that only wait for the rank, and against one name for two."""
+
+    def stalled(second: int) -> list[Beat]:  # from second 20 on, when the limit is 10 s
+        file = "/data/a.tar" if second >= 20 else ""
+        return [
+            Beat(0, number=second, step=min(second, 20), calls=1, doing="training"),
+            Beat(1, number=second, step=min(second, 20), doing="reading data", file=file),
+            Beat(2, number=second, step=min(second, 20), doing="reading data", file=file),
+        ]
+
+    second, sentence = judged(500, stalled)
+    assert 30 <= second <= 32 and sentence.startswith("rank 1 (host unknown, pid 0) (with rank 2) has waited 10 s")
+    assert "for a read of /data/a.tar at step 20, reading data" in sentence
+
+    def busy(second: int) -> list[Beat]:  # a file after the other, or one in many reads while steps go on
+        return [
+            Beat(0, number=second, step=second, file="/data/a.tar"),
+            Beat(1, number=second, step=3, calls=second, file="/data/b"),
+        ]
+
+    assert judged(500, busy) == (500, "")
+
+
 def test_the_judge_knows_a_lost_node_and_a_broken_connection() -> None:
     """Guards against one name for eight lost processes, and against a broken connection between living processes that ends nothing."""
 

@@ -44,12 +44,14 @@ class Job:
         missing: int = 0,
         stdin: str = "",
         folder: Path = REPOSITORY,
+        enter: list[dict] | None = None,
         **environment: str | list[str] | None,
     ) -> None:
         """``missing`` more ranks are of the job, but somebody else starts them, or nobody.
 
         Args:
             folder: where the processes run.
+            enter: for each rank the namespaces and cgroups in which it runs: ``support/zygote.py``.
             environment: variables more than usual, or others; a list has a value for each rank; None: not that one.
         """
         self.world_size, self.started = world_size, time.time()
@@ -72,6 +74,7 @@ class Job:
                 "folder": str(folder),
                 "input": str(self._folder / "stdin"),
                 "output": str(self._folder / str(rank)),
+                "enter": enter[rank] if enter else {},
             }
             self.pids.append(_zygote().start(request))
 

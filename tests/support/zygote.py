@@ -27,6 +27,7 @@ from pathlib import Path
 
 from pipeline.config import load_config
 from pipeline.models import flops
+from support.namespaces import enter
 from support.small_run import SMALL_MODEL
 
 _POLL_SECONDS = 0.01
@@ -102,6 +103,9 @@ def _note_ends(outputs: dict[int, str]) -> None:
 
 def _become(request: dict, stdout: int, stderr: int) -> None:
     """In the forked process: what ``python -m module arguments`` is."""
+    for group in request["enter"].get("cgroups", ()):
+        Path(group, "cgroup.procs").write_text("0")
+    enter(request["enter"].get("namespaces", []))
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.dup2(os.open(request["input"], os.O_RDONLY), 0)
