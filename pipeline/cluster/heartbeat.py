@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from pipeline.cluster import nccl
 from pipeline.cluster.beats import Beat, Board, Status, Verdict, print_now
-from pipeline.cluster.host import hanging_read, own_address
+from pipeline.cluster.host import cause_on, hanging_read, own_address
 from pipeline.cluster.lost_ranks import BROKEN_SILENCE_LIMIT, WARNING_SHARE, Judge, connection_lost, silence_limit
 from pipeline.cluster.meeting import store_client
 from pipeline.cluster.world import World
@@ -123,15 +123,15 @@ class Heartbeat:
         if status is Status.RUNNING and (reported := nccl.failure()):
             status, message = Status.BROKEN, reported  # the main thread waits for the GPU and never learns of it
         file, self._calls = hanging_read(self._calls)
-        beat = Beat(self._rank, self._host, os.getpid(), number, step, doing, calls, status, message, exit_code)
-        beat = beat._replace(address=self._address, file=printable(file, 300))
+        what, where = (number, step, doing, calls, status, message, exit_code), (self._address, printable(file, 300))
+        beat = Beat(self._rank, self._host, os.getpid(), *what, (), *where)
         return beat._replace(status=Status.VERDICT, **vars(verdict)) if verdict else beat
 
     def _talk(self) -> None:
         """Thread: exchange heartbeats until the run ends."""
         try:
             # A connection of its own: the main thread's is locked while it waits for a key.
-            board, judge = Board(store_client(2 * self._config.silence_timeout)), Judge(self._config)
+            board, judge = Board(store_client(2 * self._config.silence_timeout)), Judge(self._config, cause_on)
             self._read_at = time.monotonic()
             if self._rank == 0:
                 self._lead(board, judge)
@@ -139,7 +139,7 @@ class Heartbeat:
                 self._follow(board, judge)
         except RuntimeError:  # all that PyTorch raises when the connection closes
             if self._end[0] is not Status.LEFT:
-                self._finish(connection_lost(self._first, "ended without a word"))
+                self._finish(connection_lost(self._first, "ended without a word", cause_on))
         finally:
             self._done.set()
 
@@ -205,7 +205,7 @@ class Heartbeat:
         while not self._done.wait(BEAT / 2):  # the resolution of its count
             self._unanswered += BEAT / 2
             if self._unanswered > silence_limit(self._config, self._end[0] is Status.BROKEN):
-                self._finish(connection_lost(self._first, f"sent no heartbeat for {self._unanswered:.0f} s"))
+                self._finish(connection_lost(self._first, f"sent no heartbeat for {self._unanswered:.0f} s", cause_on))
 
     def _announce(self, verdict: Verdict) -> None:
         """Print the first verdict, unless the main thread is about to print its own error."""

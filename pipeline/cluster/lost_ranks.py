@@ -1,13 +1,12 @@
-"""Detect failures: judge from the heartbeats of all ranks which one is lost; ask its node whether it is up. No threads, no clock.
+"""Detect failures: judge from the heartbeats of all ranks which one is lost. No threads, no clock, no network.
 
 Time counts only while the detector itself was running and saw no change. So neither a jump of the wall clock nor a suspension
 of the detecting process makes other ranks look silent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pipeline.cluster.beats import Beat, Status, Verdict
-from pipeline.cluster.host import cause_on
 from pipeline.cluster.world import name_ranks
 from pipeline.config import DistributedConfig
 
@@ -21,17 +20,17 @@ def silence_limit(config: DistributedConfig, broken: bool) -> float:
     return min(config.silence_timeout, BROKEN_SILENCE_LIMIT) if broken else config.silence_timeout
 
 
-def connection_lost(lost: Beat, how: str) -> Verdict:
-    """The verdict that a rank was cut off; ``how`` it was noticed follows the rank's name."""
-    cause = cause_on(lost.host, lost.address)
+def connection_lost(lost: Beat, how: str, find_cause: Callable[[str, str], str]) -> Verdict:
+    """The verdict that a rank was cut off; ``how`` it was noticed follows the rank's name. ``find_cause``: of its host and address."""
+    cause = find_cause(lost.host, lost.address)
     return Verdict(f"{lost.who} {how}; its last heartbeat came from {lost.place}: {cause}, {_AGAIN}")
 
 
 class Judge:
-    """Watches heartbeats and decides which rank is lost."""
+    """Watches heartbeats and decides which rank is lost; ``find_cause`` says what to look for on the node of a silent one."""
 
-    def __init__(self, config: DistributedConfig) -> None:
-        self._config = config
+    def __init__(self, config: DistributedConfig, find_cause: Callable[[str, str], str]) -> None:
+        self._config, self._find_cause = config, find_cause
         self._newest: dict[int, Beat] = {}
         self._silent: dict[int, float] = {}  # rank -> seconds without a new beat
         self._still: dict[int, float] = {}  # rank -> seconds without progress
@@ -89,7 +88,7 @@ class Judge:
         # Ranks of one node fall silent together, but the detector reads them up to a few beats apart: above 0.6 is "together".
         others = [beat.rank for beat in watched if beat is not worst and self._silent[beat.rank] > 0.6 * seconds]
         also = f" (and so did {name_ranks(others)})" if others else ""
-        return connection_lost(worst, f"sent no heartbeat for {seconds:.0f} s{also}")
+        return connection_lost(worst, f"sent no heartbeat for {seconds:.0f} s{also}", self._find_cause)
 
     def waiting(self, share: float) -> str:
         """Which rank has waited for a read for that share of progress_timeout, and for which file; empty if none has."""

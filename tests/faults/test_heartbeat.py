@@ -16,6 +16,7 @@ import pytest
 from torch.distributed.flight_recorder.components.loader import read_dump
 
 from pipeline.cluster.beats import Beat, Status
+from pipeline.cluster.host import cause_on
 from pipeline.cluster.lost_ranks import Judge
 from pipeline.cluster.nccl import FLIGHT_RECORD
 from pipeline.config import DistributedConfig
@@ -231,7 +232,7 @@ def wait_for_step(ring: Ring, step: int) -> None:
 
 def judged(seconds: int, beats: Callable[[int], list[Beat]]) -> tuple[int, str]:
     """The second in which a judge who reads ``beats(second)`` once a second says something, and what."""
-    judge = Judge(DistributedConfig(silence_timeout=20, progress_timeout=60))
+    judge = Judge(DistributedConfig(silence_timeout=20, progress_timeout=60), cause_on)
     for second in range(seconds):
         judge.observe(beats(second), 1)
         if verdict := judge.verdict():
