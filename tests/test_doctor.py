@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from faults.nodes import running_nodes
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.ranks import Job, meeting_point
 from support.slurm_cluster import ON_CPUS, Cluster
@@ -122,52 +121,15 @@ def test_a_rank_that_stops_and_one_that_never_comes(small_run: Path) -> None:
     assert code == 1 and "waiting for rank 2 of 3 ranks" in page and "the node of rank 2 to leave out" in page, page
 
 
-@pytest.fixture
-def slow_network() -> Iterator[list[str]]:
-    """Three network namespaces on a bridge, of which the last has 20 Mbit/s."""
-    mark = secrets.token_hex(2)
-    names, bridge = [f"d{mark}{number}" for number in range(3)], f"d{mark}b"
-
-    def run(*words: str, check: bool = True) -> bool:
-        return subprocess.run(words, capture_output=True, check=check).returncode == 0
-
-    try:
-        if not (shutil.which("ip") and shutil.which("tc") and run("ip", "link", "add", bridge, "type", "bridge", check=False)):
-            pytest.skip("needs the right to make network namespaces")
-        run("ip", "link", "set", bridge, "up")
-        for number, name in enumerate(names):
-            run("ip", "netns", "add", name)
-            run("ip", "link", "add", f"{name}o", "type", "veth", "peer", "name", "eth0", "netns", name)
-            run("ip", "link", "set", f"{name}o", "master", bridge, "up")
-            for words in (f"addr add 10.93.7.{number + 1}/24 dev eth0", "link set eth0 up", "link set lo up"):
-                run("ip", "-n", name, *words.split())
-        for place in (["tc", "-n", names[2], "qdisc", "add", "dev", "eth0"], ["tc", "qdisc", "add", "dev", f"{names[2]}o"]):
-            if not run(*place, *"root tbf rate 20mbit burst 64kb latency 400ms".split(), check=False):
-                pytest.skip("needs a kernel with tc's token bucket filter")
-        yield names
-    finally:
-        for name in names:
-            run("ip", "netns", "del", name, check=False)
-        run("ip", "link", "del", bridge, check=False)
-
-
-def test_a_slow_link(small_run: Path, slow_network: list[str]) -> None:
+def test_a_slow_link(small_run: Path) -> None:
     """Guards against a network port that has fallen back to a tenth of its rate, which slows every rank alike."""
-    common = {"MASTER_ADDR": "10.93.7.1", "MASTER_PORT": "29431", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    common |= {"PERVIT_JOB_SECRET": secrets.token_hex(32), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pipeline.doctor", "--config", str(small_run), "--seconds=120"]
-    ranks = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, *command],
-            env=clean_environment(**common, RANK=str(rank), SLURMD_NODENAME=NODES[rank], PYTHONPATH=str(REPOSITORY)),
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
+    with running_nodes(3) as nodes:
+        nodes.switch.set(nodes.switch.between(2), bandwidth=2.5e6)
+        job = nodes.job(
+            *("--config", small_run, "--seconds=120"), module="pipeline.doctor", LOCAL_WORLD_SIZE="1", SLURMD_NODENAME=NODES
         )
-        for rank, name in enumerate(slow_network)
-    ]
-    page = ranks[0].communicate(timeout=PATIENCE)[0]
-    assert [rank.wait(timeout=PATIENCE) for rank in ranks] == [1, 1, 1], page
+        assert job.wait() == [1, 1, 1], job.outputs()
+    page = job.stdout()
     print(page)
     assert re.search(r"n3: \S+ link MB/s, less than a third of the nodes' median", page) and page.endswith("--exclude=n3\n"), (
         page

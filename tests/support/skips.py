@@ -27,8 +27,7 @@ ACCEPTED = (
     r"one architecture is enough",
     r"needs a CPU with bf16 instructions, which can also do without: this CPU has no",  # one that has them forbids them itself
     r"needs root, to become another user",  # where they do not
-    r"needs the right to (mount a file system|make network namespaces)",
-    r"needs a kernel with tc's token bucket filter",
+    r"needs the right to mount a file system",
     r"needs root and /dev/net/tun for nodes",
     r"cannot (make an interface|make a network namespace|make a cgroup|limit \w+|mount a folder) here: ",
     r"root may write anywhere",  # where the tests run as root
