@@ -25,7 +25,7 @@ from pipeline.runs.files import RunFiles
 from pipeline.runs.rows import Row, is_count, kind_of
 
 # Columns that tell how fast a step was, or where, not what it computed.
-_OF_TIME = "time data_wait slowest_ images_per_second mfu memory_gib peak_memory_gib store_ upload_ seconds".split()
+_OF_TIME = tuple("time data_wait slowest_ images_per_second mfu memory_gib peak_memory_gib store_ upload_ seconds".split())
 # On another world size or machine rounding differs, and the difference grows with every step. What is judged there, and by which relative
 # difference: some times the largest that was measured in float32 (docs/audit.md).
 _JUDGED_STEPS, _METRIC_BOUND, _BOUNDS = 5, 5e-3, {"loss": 1e-4, **dict.fromkeys(("epoch", "samples", "lr"), 0.0)}
@@ -153,7 +153,7 @@ def compare(records: Records, run: Path, replay: Replay) -> None:
                     replay.problems.append(f"metrics.jsonl has no row of step {step}")
                 continue
             for key in sorted(was.keys() & row.keys()):
-                if not key.startswith(tuple(_OF_TIME)):
+                if not key.startswith(_OF_TIME):
                     judged = kind == "step" and step - first <= _JUDGED_STEPS
                     bound = _BOUNDS.get(key, _METRIC_BOUND) if judged else math.inf
                     name = f"{key} of step {step}" + f" ({kind})" * (kind != "step")

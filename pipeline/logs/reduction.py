@@ -62,13 +62,13 @@ class MetricReduction:
                     own[0, number, column] = value / seconds if reduction == "slowest" else value
                     own[1, number, column] = 1
         values, known = self._world.stack(own.to(self._world.device)).cpu().unbind(1)  # (ranks, steps, columns) each
-        of_data = list(self._columns).index("data_wait") if "data_wait" in self._columns else -1
-        slowest = self._slowest(values[:, 0, -1].numpy(), values[:, :, of_data].sum(1).numpy())
-        rows: list[dict[str, Any]] = [dict(slowest) for _ in steps]
+        rows: list[dict[str, Any]] = [{} for _ in steps]
+        data = torch.zeros(len(values), dtype=values.dtype)  # (ranks,)
         for column, (name, reduction) in enumerate(self._columns.items()):
             if reduction == "slowest":
                 # (ranks,); a step may be settled while the next one is under way, whose wait then falls into this time and not its own.
                 shares = values[:, :, column].sum(1).clamp(max=1.0)
+                data = shares if name == "data_wait" else data
                 rank = int(shares.argmax())
                 where = {f"{name}_rank": rank, f"{name}_host": self._hosts[rank]} if self._world.size > 1 else {}
                 for row in rows:
@@ -80,7 +80,8 @@ class MetricReduction:
                 if count:
                     own_values = step[name].values if name in step and reduction in ("max", "sum") else [value]
                     row[name] = int(value) if all(type(own) is int for own in own_values) else value
-        return rows
+        slowest = self._slowest(values[:, 0, -1].numpy(), data.numpy())
+        return [slowest | row for row in rows]
 
     def _slowest(self, waits: np.ndarray, data: np.ndarray) -> dict[str, Any]:
         """Find whom the others wait for, and the share of time that it costs: its own work less the median of the others'; nothing

@@ -14,7 +14,6 @@ from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.cluster.world import World
 from pipeline.config import Config, Recipe
 from pipeline.errors import PREEMPTED
-from pipeline.health.nodes import see_that_nodes_are_fit
 from pipeline.inference.evaluation import evaluate
 from pipeline.loader.loader import Batch
 from pipeline.logs import pictures, tensorboard
@@ -41,6 +40,8 @@ def connect_and_train(
         make_deterministic()
     world = init_world(config.distributed.collective_timeout, None if dry else config.folder)
     if doctor:
+        from pipeline.health.nodes import see_that_nodes_are_fit
+
         see_that_nodes_are_fit(config, world)
     with stop if has_agent() and not dry else nullcontext():
         code = dry_run(config, world) if dry else train(config, world, stop, recipe)
