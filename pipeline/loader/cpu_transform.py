@@ -149,12 +149,5 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int,
     top, left = (np.rint(geometry.crop[i] * room).astype(int) - pad).tolist()
     if 0 <= top <= height - image_size and 0 <= left <= width - image_size:
         return pixels[top : top + image_size, left : left + image_size]
-    if geometry.pad_mode == "constant":
-        return np.pad(pixels, ((pad, pad), (pad, pad), (0, 0)))[top + pad :, left + pad :][:image_size, :image_size]
-    rows, columns = (_mirrored(first + np.arange(image_size), side) for first, side in ((top, height), (left, width)))
-    return pixels.take(rows, axis=0).take(columns, axis=1)
-
-
-def _mirrored(index: np.ndarray, side: int) -> np.ndarray:
-    """Indices beyond 0 to side - 1 mirrored at these, which are not repeated; at most side - 1 beyond."""
-    return (side - 1) - np.abs((side - 1) - np.abs(index))
+    padded = np.pad(pixels, ((pad, pad), (pad, pad), (0, 0)), geometry.pad_mode)  # type: ignore[call-overload]  # a mode's name
+    return padded[top + pad :, left + pad :][:image_size, :image_size]
