@@ -19,22 +19,8 @@ ABLATIONS = "ablations/"  # the names of rows as configs begin with it
 FIGURES = {"params_m": "Parameters (M)", "gmacs": "GMACs", "top1": "Top-1 (%)", "top5": "Top-5 (%)", "speed": "Images/s"}
 _PACKAGE = Path(__file__).parent.parent
 _UNITS = {"params_m": "M parameters", "gmacs": "GMACs", "top1": "% top-1", "top5": "% top-5", "speed": "images/s"}
-_TABLE_KEYS = {
-    "paper",
-    "tables",
-    "title",
-    "note",
-    "remark",
-    "columns",
-    "figures",
-    "data",
-    "classes",
-    "subset",
-    "reference",
-    "either",
-    "rows",
-}
-_ROW_KEYS = {"labels", "config", "name", "base", "change", "about", "remark", "data", "classes", "subset", "test", *FIGURES}
+_TABLE_KEYS = {*"paper tables title note remark columns figures data classes subset reference either rows".split()}
+_ROW_KEYS = {*"labels config name base change about remark data classes subset test".split(), *FIGURES}
 
 
 @dataclass(frozen=True)
