@@ -97,16 +97,13 @@ class RunStore:
 
     def fetch_checkpoint(self, manifest: CheckpointManifest, run_dir: Path) -> None:
         """Copy a checkpoint into a run folder, where it becomes visible when it is complete, and apply retention there."""
-        step = manifest.state.step
-        hidden = run_dir / FOLDER / f"{folders.SAVING}{step:08d}-fetched"
+        hidden = run_dir / FOLDER / f"{folders.SAVING}{manifest.state.step:08d}-fetched"
         hidden.mkdir(parents=True, exist_ok=True)
         self.fetch_parts(manifest, hidden)
         replace_text(hidden / MANIFEST, manifest.to_text())
         sync_folder(hidden)
-        folders.publish(hidden, step_folder(run_dir, step))
-        earlier = [each for each in saved_steps(run_dir) if each <= step]
-        for old in {*earlier} - {*folders.kept(earlier, manifest.state)}:
-            folders.remove(step_folder(run_dir, old))
+        folders.publish(hidden, step_folder(run_dir, manifest.state.step))
+        folders.remove_old(run_dir, manifest.state)
 
     def put(self, name: str, data: bytes | Path, size: int, mark: str = "") -> None:
         """Write an object and ask the store what arrived: ``size`` bytes, or more of a file that grows. Raises OSError: less did."""

@@ -200,39 +200,34 @@ def set_aside(folder: Path) -> Path:
     return folder.rename(folder.with_name(f"damaged-{folder.name}.{number}"))
 
 
-def remove_old(run_dir: Path, now: int, keep_last: int, best: int | None, keep_every_steps: int | None) -> None:
-    """Remove the checkpoints up to step ``now`` that retention has no reason to keep.
+def remove_old(run_dir: Path, newest: RunState) -> None:
+    """Remove the checkpoints up to the newest one that retention has no reason to keep.
 
     Later steps are kept: they exist if the user went back to an earlier checkpoint.
     """
-    steps = [step for step in saved_steps(run_dir) if step <= now]
-    for step, reason in _reasons(steps, keep_last, best, keep_every_steps).items():
-        if not reason:
-            remove(_rename(step_folder(run_dir, step), _REMOVING))
-
-
-def _reasons(steps: list[int], keep_last: int, best: int | None, every: int | None, name: str = "best") -> dict[int, str]:
-    """Retention: keep the last ``keep_last`` checkpoints, the best, which has a ``name``, and multiples of ``every``."""
-    newest, reasons = steps[-keep_last:], {}
-    for step in steps:
-        rules = {
-            f"one of the last {keep_last}": step in newest,
-            name: step == best,
-            f"multiple of {every}": every and not step % every,
-        }
-        reasons[step] = ", ".join(reason for reason, applies in rules.items() if applies)
-    return reasons
+    steps = [step for step in saved_steps(run_dir) if step <= newest.step]
+    for step in sorted({*steps} - {*kept(steps, newest)}):
+        remove(_rename(step_folder(run_dir, step), _REMOVING))
 
 
 def kept(steps: list[int], state: RunState, keep_last: int | None = None) -> list[int]:
     """Those steps that retention keeps by a checkpoint's config; ``keep_last``: instead of its own."""
-    return [step for step, reason in _reasons_of(steps, state, keep_last=keep_last).items() if reason]
+    return [step for step, reason in _reasons(steps, state, keep_last=keep_last).items() if reason]
 
 
-def _reasons_of(steps: list[int], state: RunState, name: str = "best", keep_last: int | None = None) -> dict[int, str]:
-    rules = state.config["checkpoint"]
-    best = state.best["step"] if state.best and rules["keep_best"] else None
-    return _reasons(steps, keep_last or rules["keep_last"], best, rules["keep_every_steps"], name)
+def _reasons(steps: list[int], state: RunState, best_name: str = "best", keep_last: int | None = None) -> dict[int, str]:
+    """Retention: keep the last checkpoints, the best, and multiples of a number; step -> why it stays, empty if it goes."""
+    config, reasons = state.config["checkpoint"], {}
+    last, every = keep_last or config["keep_last"], config["keep_every_steps"]
+    best = state.best["step"] if state.best and config["keep_best"] else None
+    for step in steps:
+        rules = {
+            f"one of the last {last}": step in steps[-last:],
+            best_name: step == best,
+            f"multiple of {every}": every and not step % every,
+        }
+        reasons[step] = ", ".join(reason for reason, applies in rules.items() if applies)
+    return reasons
 
 
 def reasons_to_keep(manifests: Mapping[int, CheckpointManifest | UserError]) -> dict[int, str]:
@@ -240,7 +235,7 @@ def reasons_to_keep(manifests: Mapping[int, CheckpointManifest | UserError]) -> 
     newest = newest_readable(manifests)
     if newest is None:
         return {}
-    reasons = _reasons_of(list(manifests), newest.state, f"best ({best_text(newest.state)})")
+    reasons = _reasons(list(manifests), newest.state, f"best ({best_text(newest.state)})")
     return {step: reason or "goes with the next one" for step, reason in reasons.items()}
 
 

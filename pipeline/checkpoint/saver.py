@@ -53,7 +53,7 @@ class Saver:
     ranks stop with the reason.
 
     Args:
-        config: retention, and how long a write is retried.
+        config: how long a write is retried; a checkpoint's own says what retention keeps.
         agreement: by which the ranks exchange their status.
         waiting: called repeatedly while the training waits for a save, to report that it does not hang.
         mirror: which takes every save to the run's store.
@@ -167,8 +167,7 @@ class Saver:
 
     def _publish(self, folder: Path, manifest: CheckpointManifest) -> None:
         """On rank 0: write the manifest, rename the folder, apply retention."""
-        state, target = manifest.state, step_folder(self._run_dir, manifest.state.step)
-        best = state.best["step"] if state.best and self._config.keep_best else None
+        target = step_folder(self._run_dir, manifest.state.step)
 
         def rename() -> None:
             if folder.exists() or not target.exists():  # else an earlier attempt renamed it and failed later
@@ -177,10 +176,7 @@ class Saver:
                 publish(folder, target)
             sync_folder(target.parent)
 
-        def clear() -> None:
-            remove_old(self._run_dir, state.step, self._config.keep_last, best, self._config.keep_every_steps)
-
-        self._publishing = self._start(target, rename, clear)
+        self._publishing = self._start(target, rename, lambda: remove_old(self._run_dir, manifest.state))
 
     def _start(self, path: Path, *actions: Callable[[], None]) -> threading.Thread:
         """Start a thread that takes actions, by which a path is written."""
@@ -226,13 +222,10 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
-        self._layout: dict[str, tuple] = {}
 
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Contiguous copies of tensors on the CPU or one GPU, with the same names; this overwrites the previous copies."""
-        layout = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        if layout != self._layout:
-            self._layout = layout
+        if _layout(tensors) != _layout(self._copies):
             self._copies.clear()  # frees their memory before the new allocation
             self._copies.update(_allocate(tensors))
         for name, tensor in tensors.items():
@@ -242,12 +235,14 @@ class HostCopies:
         return self._copies
 
 
+def _layout(tensors: dict[str, Tensor]) -> dict[str, tuple]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
 def _allocate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous CPU tensors with the same names, shapes and dtypes in one allocation; pinned if any tensor is on a GPU."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())
     places = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu).split(sizes) if sizes else ()
-    return {
-        name: place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for place, (name, tensor) in zip(places, tensors.items())
-    }
+    parts = zip(places, tensors.items())
+    return {name: place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for place, (name, tensor) in parts}

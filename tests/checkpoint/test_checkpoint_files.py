@@ -16,7 +16,7 @@ from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, Optimizer
 from pipeline.checkpoint.parts import SliceReader, find_gaps, read_headers, slice_key, write_part
 from pipeline.checkpoint.weights import read_weights
 from pipeline.errors import UserError
-from support.checkpoints import STATE, save, save_small
+from support.checkpoints import STATE, retaining, save, save_small
 
 
 def cut(rng: random.Random, count: int, pieces: int) -> list[tuple[int, int]]:
@@ -185,7 +185,7 @@ def test_retention(now: int, keep_last: int, best: int | None, every: int | None
     """Guards against the removal of the best checkpoint, and against a disk that fills up."""
     for step in (10, 20, 30, 40, 50, 60):
         save_small(tmp_path, step)
-    remove_old(tmp_path, now, keep_last, best, every)
+    remove_old(tmp_path, retaining(now, keep_last, best, every))
     assert saved_steps(tmp_path) == kept
     assert len(list((tmp_path / FOLDER).iterdir())) == len(kept)
 

@@ -24,7 +24,7 @@ from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.weights import read_weights
 from pipeline.cluster.world import World
 from pipeline.errors import UserError
-from support.checkpoints import save_small
+from support.checkpoints import retaining, save_small
 
 BIG = 10**30
 LONG = "x" * 100_000
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_was_moved_and_linked_is_read_and_retired(tmp_path: Pa
         folder.symlink_to(moved / folder.name)
     assert read_weights(tmp_path, 3).model["w"].tolist() == [3, 3, 3]
     (tmp_path / "checkpoints" / ".removing-00000002").symlink_to(moved)  # what an older version left behind
-    remove_old(tmp_path, now=4, keep_last=1, best=None, keep_every_steps=None)
+    remove_old(tmp_path, retaining(4, keep_last=1))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
     (tmp_path / "checkpoints" / ".removing-00000001").symlink_to(moved / "step-00000002")
     sweep(tmp_path)

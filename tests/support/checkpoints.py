@@ -50,6 +50,13 @@ def save_small(run: Path, step: int, value: float = 0.0) -> Path:
     return folder
 
 
+def retaining(step: int, keep_last: int, best: int | None = None, every: int | None = None) -> RunState:
+    """The state of a run that keeps so many checkpoints, its best one and multiples of a step."""
+    config = {**STATE.config, "checkpoint": {"keep_last": keep_last, "keep_best": True, "keep_every_steps": every}}
+    found = None if best is None else {"top1": 1.0, "step": best, "weights": "model"}
+    return replace(STATE, step=step, config=config, best=found)
+
+
 def save_state(run: Path, step: int, last_step: int, **facts: object) -> Path:
     """A checkpoint with a state and no weights, under its name in a run folder."""
     folder = step_folder(run, step)
