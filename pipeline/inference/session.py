@@ -69,11 +69,7 @@ class Session:
         """The same function of images, in the session's precision."""
         from pipeline.step.precision import autocast
 
-        def run(images: Tensor) -> Tensor:
-            with autocast(self.world.device, self.precision.name):
-                return forward(images)
-
-        return run
+        return autocast(self.world.device, self.precision.name)(forward)
 
 
 def open_session(model: nn.Module, trained_in: str, args: argparse.Namespace) -> Session:

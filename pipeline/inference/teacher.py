@@ -32,12 +32,7 @@ def load_teacher(config: Config, device: torch.device, classes: list[str] | None
     teacher = load_library_teacher(config) if config.train.teacher_weights else _model_of_run(config, classes)
     teacher.to(device).requires_grad_(False)
 
-    @torch.no_grad()
-    def scores(images: Tensor) -> Tensor:
-        with autocast(device, config.train.precision):
-            return teacher(images)
-
-    return scores
+    return torch.no_grad()(autocast(device, config.train.precision)(teacher.__call__))
 
 
 def _model_of_run(config: Config, classes: list[str] | None) -> nn.Module:

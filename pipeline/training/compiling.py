@@ -205,10 +205,7 @@ class Compilation:
         model, objective = self._model, Objective(self._objective.label_loss)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-        def forward(images: Tensor, noise: Tensor | None) -> Tensor:
-            with autocast(self._world.device, self._precision):
-                return model.forward(images, noise)  # not the module's hooks, which are DeepSpeed's
+        forward = autocast(self._world.device, self._precision)(model.forward)  # not the module's hooks, which are DeepSpeed's
 
         def backward(loss: Tensor) -> None:
             torch.autograd.grad(loss, trained, allow_unused=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch import Tensor
 
 from pipeline.cluster.agreement import do_in_main
 from pipeline.cluster.host import this_node
@@ -174,11 +173,7 @@ def _compute(config: Config, world: World) -> None:
     if model.draws_from_generator:
         model.generator_seed = 0
     objective = Objective(label_loss(train), teacher)
-
-    def forward(images: Tensor, noise: Tensor | None) -> Tensor:
-        with autocast(device, train.precision):
-            return model(images, noise)
-
+    forward = autocast(device, train.precision)(model.__call__)
     for _ in range(min(_MICRO_BATCHES, accumulation_steps(train, world.size, config.augment.unit))):
         forward_backward(forward, torch.Tensor.backward, batch, noise, objective)
     if device.type == "cuda":
