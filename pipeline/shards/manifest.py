@@ -6,7 +6,6 @@ The contract between writer and readers of shards, validated when it is read, so
 import json
 import mmap
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -15,17 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-    GetPydanticSchema,
-    TypeAdapter,
-    ValidationError,
-    WrapValidator,
-    with_config,
-)
-from typing_extensions import TypedDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from xxhash import xxh3_64_intdigest
 
 from pipeline.errors import UserError, first_invalid
@@ -83,18 +72,17 @@ class ShardInfo:
     idx_sha256: _Digest
 
 
-@with_config(ConfigDict(extra="allow", strict=True))
-class _Source(TypedDict):
-    """Provenance of a split; also kind, path and image rules."""
+class _Source(BaseModel):
+    """What a split's provenance must have; it also has kind, path and image rules."""
 
     fingerprint: str
     subset: Annotated[float, Field(gt=0, le=1)]
     subset_rule: Literal["random", "first"]
 
 
-def _as_written(source: dict[str, Any], check: Callable[[Any], Any]) -> dict[str, Any]:
-    """The keys in their own order, so that a manifest which is read and written again has the same bytes."""
-    check(source)
+def _check_source(source: dict[str, Any]) -> dict[str, Any]:
+    """The keys stay in their own order, so that a manifest which is read and written again has the same bytes."""
+    _Source.model_validate(source, strict=True)
     return source
 
 
@@ -108,7 +96,7 @@ class SplitInfo:
     bytes: _Count
     seed: Annotated[int, Field(ge=0)]
     samples_per_shard: _Positive
-    source: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(_Source)), WrapValidator(_as_written)]
+    source: Annotated[dict[str, Any], AfterValidator(_check_source)]
     samples_per_class: list[_Count]
     samples_file: _FileName
     samples_sha256: _Digest
