@@ -48,8 +48,8 @@ class MixupCutmix(BatchAugmentation):
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> "MixupCutmix | None":
-        settings = augment.mixup, augment.cutmix, augment.mix_switch, augment.mix_group
-        return cls(*settings, image_size) if augment.mixes else None
+        settings = augment.mixup, augment.cutmix, augment.mix_switch, augment.mix_group, image_size
+        return cls(*settings) if augment.mixes else None
 
     def draw(self, places: Places) -> Mixing:
         group = places.number[:: self.group] // self.group  # its number in the run
@@ -141,6 +141,5 @@ def _beta(numbers: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     log_x, log_y = (np.log1p(-draw) / alpha[:, None] for draw in np.split(numbers, 2, axis=1))  # (G, attempts); 1-u is > 0
     accepted = np.logaddexp(log_x, log_y) <= 0  # x + y <= 1, without underflow for a small alpha
     first = accepted.argmax(axis=1)
-    rows = np.arange(len(alpha))
-    weight = np.exp(log_x - np.logaddexp(log_x, log_y))[rows, first]
+    weight = np.exp(log_x - np.logaddexp(log_x, log_y))[np.arange(len(alpha)), first]
     return np.where(accepted.any(axis=1), weight, 0.5)

@@ -58,8 +58,7 @@ class ThreeAugment(PixelAugmentation):
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> ThreeAugment | None:
-        on = augment.three_augment or augment.color_jitter
-        return cls(augment.three_augment, augment.color_jitter) if on else None
+        return cls(augment.three_augment, augment.color_jitter) if augment.three_augment or augment.color_jitter else None
 
     @property
     def graph_types(self) -> tuple[tuple[type, int], ...]:

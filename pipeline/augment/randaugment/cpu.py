@@ -36,27 +36,21 @@ def augment(
 # Colour, per channel: lookup tables of 256 levels. Pillow's point() takes a list of 3 * 256.
 
 
-def _auto_contrast(picture: Image.Image, amount: float) -> Image.Image:
-    tables = []
-    for histogram in np.reshape(picture.histogram(), (3, 256)):
-        present = histogram.nonzero()[0]
-        low, high = present[0], present[-1]
-        if high <= low:
-            tables.append(_LEVELS)
-            continue
-        scale = 255.0 / (high - low)
-        tables.append(np.clip((_LEVELS * scale - low * scale).astype(np.int64), 0, 255))
-    return picture.point(np.concatenate(tables).tolist())
+def _stretched(histogram: np.ndarray) -> np.ndarray:
+    low, high = histogram.nonzero()[0][[0, -1]]
+    scale = 255.0 / max(high - low, 1)
+    return np.clip((_LEVELS * scale - low * scale).astype(np.int64), 0, 255) if high > low else _LEVELS
 
 
-def _equalize(picture: Image.Image, amount: float) -> Image.Image:
-    tables = []
-    for histogram in np.reshape(picture.histogram(), (3, 256)):
-        step = (histogram.sum() - histogram[histogram.nonzero()[0][-1]]) // 255
-        darker = np.cumsum(histogram) - histogram  # pixels darker than each level
-        # Entries may exceed 255; point() clips them, as for Pillow's own equalize().
-        tables.append((step // 2 + darker) // step if step else _LEVELS)
-    return picture.point(np.concatenate(tables).tolist())
+def _equalized(histogram: np.ndarray) -> np.ndarray:
+    step = (histogram.sum() - histogram[histogram.nonzero()[0][-1]]) // 255
+    darker = np.cumsum(histogram) - histogram  # pixels darker than each level
+    # Entries may exceed 255; point() clips them, as for Pillow's own equalize().
+    return (step // 2 + darker) // step if step else _LEVELS
+
+
+def _by_histogram(picture: Image.Image, table: Callable[[np.ndarray], np.ndarray]) -> Image.Image:
+    return picture.point(np.concatenate([table(each) for each in np.reshape(picture.histogram(), (3, 256))]).tolist())
 
 
 def _contrast(picture: Image.Image, amount: float) -> Image.Image:
@@ -91,8 +85,8 @@ def _smooth(picture: Image.Image) -> Image.Image:
 
 
 _COLORS: dict[int, Callable[[Image.Image, float], Image.Image]] = {
-    Op.AUTO_CONTRAST: _auto_contrast,
-    Op.EQUALIZE: _equalize,
+    Op.AUTO_CONTRAST: lambda picture, amount: _by_histogram(picture, _stretched),
+    Op.EQUALIZE: lambda picture, amount: _by_histogram(picture, _equalized),
     Op.INVERT: lambda picture, amount: _same_table(picture, 255 - _LEVELS),
     Op.POSTERIZE: lambda picture, amount: _same_table(picture, _LEVELS & (0xFF00 >> int(amount))),
     Op.SOLARIZE: lambda picture, amount: _same_table(picture, np.where(_LEVELS < amount, _LEVELS, 255 - _LEVELS)),

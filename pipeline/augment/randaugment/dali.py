@@ -174,8 +174,7 @@ def _sharpness(images: DataNode, factor: DataNode, image_size: int) -> DataNode:
     smooth = math.floor(fn.filter(images, _constant(kernel, images), dtype=types.FLOAT) + 0.5)
     border = np.ones((image_size, image_size, 1), dtype=np.uint8)
     border[1:-1, 1:-1] = 0
-    blended = _blend(smooth, images, factor)
-    return _where(_constant(border, images) > 0, images, blended)
+    return _where(_constant(border, images) > 0, images, _blend(smooth, images, factor))
 
 
 _COLOR: dict[Op, Callable[[DataNode, DataNode], DataNode]] = {
