@@ -10,24 +10,12 @@ Multiply-accumulates: pervit flops MODEL [--switch NAME=VALUE].
 import json
 from functools import partial
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
-from pipeline.models.registry import import_path, installed_models
+from pipeline.models.registry import import_path, installed_models, parameter_count
 from pipeline.models.timm.names import is_timm
-
-if TYPE_CHECKING:
-    from pipeline.models.registry import ModelEntry
-
-
-def parameter_count(entry: "ModelEntry") -> int:
-    """Number of parameters at the paper's image size; builds the model on the meta device, so nothing is allocated."""
-    import torch  # imported late: --help does not need it
-
-    with torch.device("meta"):
-        model = models.create_model(entry.name, num_classes=entry.num_classes, image_size=entry.image_size)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def overview() -> str:
@@ -36,7 +24,8 @@ def overview() -> str:
     for name in models.list_models():
         entry = models.model_entry(name)
         published = "" if entry.paper_params_m is None else f"({entry.paper_params_m:g}M)"
-        figures = f"{parameter_count(entry):>12,} {published:>8} {entry.image_size:>6} {entry.num_classes:>7}"
+        count = parameter_count(name, entry.num_classes, entry.image_size)
+        figures = f"{count:>12,} {published:>8} {entry.image_size:>6} {entry.num_classes:>7}"
         lines.append(f"{name:<18} {figures}  {entry.description}; {entry.paper}")
     return "\n".join([*lines, *(f"{name:<18} {path}, of an installed package" for name, path in installed_models().items())])
 
@@ -48,7 +37,7 @@ def details(name: str) -> str:
     lines = [
         f"{name}: {entry.description}",
         entry.paper,
-        f"{parameter_count(entry):,} parameters at {entry.image_size} pixels and {entry.num_classes} classes{top1}",
+        f"{parameter_count(name, entry.num_classes, entry.image_size):,} parameters at {entry.image_size} pixels and {entry.num_classes} classes{top1}",
     ]
     if name not in models.list_models() and (path := import_path(name)):
         from pipeline.models.imported import function_of  # imported late, with PyTorch

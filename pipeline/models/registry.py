@@ -177,3 +177,12 @@ def create_model(
     from pipeline.models.common.base import as_features  # imported late: the list of models does not need PyTorch
 
     return as_features(model)
+
+
+def parameter_count(name: str, num_classes: int, image_size: int, switches: Mapping[str, Any] = MappingProxyType({})) -> int:
+    """Parameters of a model of :func:`create_model`, on the meta device: nothing is allocated, whatever its size."""
+    import torch  # imported late: the list of models does not need it
+
+    with torch.device("meta"):
+        model = create_model(name, num_classes, image_size, switches=switches)
+    return sum(parameter.numel() for parameter in model.parameters())

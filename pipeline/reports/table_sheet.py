@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from pipeline.config.tables import FIGURES, PaperRow, PaperTable, train_command
+from pipeline.models.registry import parameter_count
 from pipeline.reports.comparison import mean_and_spread, results, yaml_text
 from pipeline.reports.row_runs import WIDTHS, Filled, Setting, recipe_keys, row_has_own_widths
 from pipeline.runs.folder import RunFolder, switches_of
@@ -195,13 +196,7 @@ def model_size(keys: str, figure: str) -> float:
         from pipeline.models.flops import count
 
         return count(name, size, classes, switches_of(flat)).gmacs_modules
-    import torch
-
-    from pipeline.models import create_model
-
-    with torch.device("meta"):
-        model = create_model(name, classes, size, switches=switches_of(flat))
-    return sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    return parameter_count(name, classes, size, switches_of(flat)) / 1e6
 
 
 def _paper_difference(table: PaperTable, row: PaperRow) -> Number | None:
@@ -223,8 +218,7 @@ def _missing(filled: Filled, row: PaperRow) -> Missing:
     if filled.any_data and filled.settings:
         command = _command_like(filled, row)
         return Missing(labels + "; WIDTHS: for equal cost at this size" * ("WIDTHS" in command), command)
-    seeded = f"seed=0 output_dir=runs/{_stem(row)}_0"
-    return Missing(labels, train_command(str(row.config), seeded), row.shards_command)
+    return Missing(labels, train_command(str(row.config), f"seed=0 output_dir=runs/{_stem(row)}_0"), row.shards_command)
 
 
 def _unmeasured(filled: Filled) -> list[Missing]:
