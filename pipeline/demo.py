@@ -59,8 +59,7 @@ def main() -> None:
     print("== 4/4 evaluation of the saved checkpoint", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        evaluation = ("--checkpoint", run, "--data", shards, "--json", str(result))
-        _run(1, "pipeline.evaluate", *evaluation, output=subprocess.DEVNULL)
+        _run(1, "pipeline.evaluate", "--checkpoint", run, "--data", shards, "--json", str(result), output=subprocess.DEVNULL)
         found = json.loads(result.read_text())
     print("\n" + summary(found, Path(run), round(time.monotonic() - start), processes))
 

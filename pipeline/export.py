@@ -155,8 +155,7 @@ def export(subject: Subject, form: Format, place: "Place", precision: str) -> tu
         facts = form.function("export")(subject, path, precision)
         size = sum(file.stat().st_size for file in hidden.rglob("*") if file.is_file())
         snippet = "\n".join(form.function("loading")(subject, place.loaded))
-        card = write_card(subject, facts, snippet, size, form.library if place.folder else None)
-        place.publish(hidden, card)
+        place.publish(hidden, write_card(subject, facts, snippet, size, form.library if place.folder else None))
     return size, facts.get("Checked", "")
 
 

@@ -54,8 +54,7 @@ def record(name: str, value: Any, reduce: Reduction = "mean") -> None:
             number and host as NAME_rank and NAME_host.
     """
     if _step is not None:
-        metric = _step.setdefault(name, Metric(reduce))
-        metric.values.append(value.detach() if hasattr(value, "detach") else value)
+        _step.setdefault(name, Metric(reduce)).values.append(value.detach() if hasattr(value, "detach") else value)
 
 
 @contextmanager

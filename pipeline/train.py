@@ -78,8 +78,7 @@ def check_paths(config: "Config", look_only: bool) -> None:
 
     begun = bool(saved_steps(config.folder))
     if isinstance(place := parse_place(config.output_dir), RemotePath):
-        store = RunStore(place)
-        begun |= not is_first_process() or store.check_access(write=not look_only)
+        begun |= not is_first_process() or RunStore(place).check_access(write=not look_only)
     check_shards(parse_place(config.data.path))
     for path in config.data.mix:
         try:

@@ -110,8 +110,7 @@ def sample_images(image_size: int, batch: int) -> "Tensor":
     """(batch, 3, S, S) from a normal distribution, the same each time."""
     import torch  # imported late, here and below: the list of formats does without
 
-    generator = torch.Generator().manual_seed(batch)
-    return torch.randn(batch, 3, image_size, image_size, generator=generator)
+    return torch.randn(batch, 3, image_size, image_size, generator=torch.Generator().manual_seed(batch))
 
 
 def compare(subject: Subject, run: "Callable[[Tensor], Tensor]", precision: str, of: str) -> float:

@@ -145,16 +145,11 @@ class StoreReport:
         counts = torch.tensor([float(new[name]) for name in self._totals], dtype=torch.float64, device=self._world.device)
         for name, count in zip(self._totals, self._world.sum(counts).tolist()):
             self._totals[name] += int(count)
-        failures = {kind: self._totals[kind] for kind in _FAILURES}
-        self._warn(self._totals["requests"], failures)
-        mib = round(self._totals["bytes"] / 2**20, 3)
-        return {"store_requests": self._totals["requests"], "store_mib": mib, **{f"store_{k}": n for k, n in failures.items()}}
-
-    def _warn(self, requests: int, failures: dict[str, int]) -> None:
-        """Warn at the first failed request, and each time there are ten times as many."""
+        failures, requests = {kind: self._totals[kind] for kind in _FAILURES}, self._totals["requests"]
         failed = sum(failures.values())
-        if self._world.is_main and failed >= max(1, 10 * self._said_at):
+        if self._world.is_main and failed >= max(1, 10 * self._said_at):  # the first, and each time there are ten times as many
             self._said_at = failed
             kinds = ", ".join(f"{count:,} {_FAILURES[kind]}" for kind, count in failures.items() if count)
-            place = self._sets[0].folder
-            _log.warning(f"{place}: {failed:,} of {requests + failed:,} requests failed so far: {kinds}")
+            _log.warning(f"{self._sets[0].folder}: {failed:,} of {requests + failed:,} requests failed so far: {kinds}")
+        mib = round(self._totals["bytes"] / 2**20, 3)
+        return {"store_requests": requests, "store_mib": mib, **{f"store_{k}": n for k, n in failures.items()}}

@@ -236,10 +236,8 @@ class RunLog:
         mfu = "" if row["mfu"] is None else f"mfu {row['mfu']:.1%}"
         memory = f"memory {row['memory_gib']:.2f} GiB"
         lr, norm, wait = f"lr {row['lr']:.2e}", f"grad norm {row['grad_norm']:.3g}", f"data wait {row['data_wait']:.1%}{where}"
-        speed = f"{row['images_per_second']:.1f} images/s"
-        named = slow_rank(row)
-        culprit = paint(named, "yellow", sys.stdout) if named else ""
-        parts = [lr, norm, speed, mfu, wait, culprit, memory]
+        culprit = paint(named, "yellow", sys.stdout) if (named := slow_rank(row)) else ""
+        parts = [lr, norm, f"{row['images_per_second']:.1f} images/s", mfu, wait, culprit, memory]
         self._show_line(row["step"], row["loss"], parts, [memory, norm, mfu, lr, *([] if slow else [wait])])
 
     def _show_own(self, step: int, metrics: Mapping[str, Metric]) -> None:

@@ -118,8 +118,7 @@ class OneMachine:
         command = python_command(self.processes, "pipeline.train", "--config", run.config_file, *run.overrides)
         environment = dict(os.environ)
         if self.gpus:
-            own = self.gpus[place * self.processes : (place + 1) * self.processes]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[place * self.processes : (place + 1) * self.processes])
         if self.processes == 1 or self.jobs > 1:  # local.sh divides the cores among its ranks, but knows of one run only
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self.jobs * self.processes))))
         if self.jobs > 1:  # threads that spin while they wait slow the other runs down

@@ -136,8 +136,7 @@ def history(path: Path) -> Iterator[dict[str, Any]]:
         except DecodeError as error:
             raise ValueError(f"{path} is damaged ({error})") from None
         if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
 
 
 def _records(data: bytes) -> Iterator[bytes]:

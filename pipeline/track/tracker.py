@@ -108,8 +108,7 @@ def row_values(row: Mapping[str, Any]) -> dict[str, float | str]:
     values: dict[str, float | str] = {f"{WHERE}/{name}": row[name] for name in _ALWAYS if is_number(row.get(name))}
     if "analysis" in row:
         return {**values, **_leaves(row["analysis"], "analysis")}
-    evaluated = "weights" in row
-    group, suffix = ("eval", tensorboard.suffix(str(row["weights"]))) if evaluated else ("train", "")
+    group, suffix = ("eval", tensorboard.suffix(str(row["weights"]))) if "weights" in row else ("train", "")
     named = tensorboard.of_row({name: value for name, value in row.items() if is_number(value)}, group, suffix)
     for name, value in row.items():
         if is_number(value) and name not in (*_ALWAYS, *_NOT_VALUES) and name in tensorboard.NO_CURVES:
