@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pipeline.kernels.tiles import LOG2E, log2_phi, parts, product, read_rows, rounded, write_rows
+from pipeline.kernels.tiles import LOG2E, log2_phi, parts, place_of, product, read_rows, rounded, write_rows
 
 
 @triton.jit
@@ -36,12 +36,7 @@ def query_gradient(
 ):  # fmt: skip
     """One block of queries of one head of one image: its rows of dq in ``dqkv``, and ``deltas``, the sums of dout * out of each row,
     which the other gradients need too."""
-    blocks: tl.constexpr = (TOKENS + QUERIES - 1) // QUERIES
-    place = tl.program_id(0)
-    head = place // blocks % HEADS
-    image = (place // (blocks * HEADS)).to(tl.int64)
-    query = place % blocks * QUERIES + tl.arange(0, QUERIES)
-    token = tl.minimum(query, TOKENS - 1)
+    image, head, query, token = place_of(QUERIES, HEADS, TOKENS)
     q, k, v = parts(qkv, image, head, HEADS, TOKENS, WIDTH)
     dq, _, _ = parts(dqkv, image, head, HEADS, TOKENS, WIDTH)
     log_phi += head * PHI_HEAD
@@ -99,12 +94,7 @@ def key_value_gradient(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of one head of one image: its rows of dk and dv in ``dqkv``."""
-    blocks: tl.constexpr = (TOKENS + KEYS - 1) // KEYS
-    place = tl.program_id(0)
-    head = place // blocks % HEADS
-    image = (place // (blocks * HEADS)).to(tl.int64)
-    key = place % blocks * KEYS + tl.arange(0, KEYS)
-    token = tl.minimum(key, TOKENS - 1)
+    image, head, key, token = place_of(KEYS, HEADS, TOKENS)
     q, k, v = parts(qkv, image, head, HEADS, TOKENS, WIDTH)
     _, dk, dv = parts(dqkv, image, head, HEADS, TOKENS, WIDTH)
     dout += (image * TOKENS * HEADS + head) * WIDTH  # (B, N, heads, width)

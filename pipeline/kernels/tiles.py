@@ -40,6 +40,16 @@ def rounded(values, dtype: tl.constexpr):
 
 
 @triton.jit
+def place_of(BLOCK: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    """Image and head of a program that keeps a block of tokens; the tokens, and those that it reads: past the end the last one."""
+    blocks: tl.constexpr = (TOKENS + BLOCK - 1) // BLOCK
+    place = tl.program_id(0)
+    tokens = place % blocks * BLOCK + tl.arange(0, BLOCK)
+    image = (place // (blocks * HEADS)).to(tl.int64)  # an offset may exceed 32 bits
+    return image, place // blocks % HEADS, tokens, tl.minimum(tokens, TOKENS - 1)
+
+
+@triton.jit
 def parts(qkv, image, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
     """Where q, k and v, or their gradients, of a head of an image begin in (B, N, 3, HEADS, WIDTH)."""
     q = qkv + (image * (TOKENS * 3 * HEADS) + head) * WIDTH
@@ -107,12 +117,7 @@ def forward(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head of one image: its rows of ``out`` and ``log_sums``."""
-    blocks: tl.constexpr = (TOKENS + QUERIES - 1) // QUERIES
-    place = tl.program_id(0)
-    head = place // blocks % HEADS
-    image = (place // (blocks * HEADS)).to(tl.int64)  # an offset may exceed 32 bits
-    query = place % blocks * QUERIES + tl.arange(0, QUERIES)
-    token = tl.minimum(query, TOKENS - 1)
+    image, head, query, token = place_of(QUERIES, HEADS, TOKENS)
     q, k, v = parts(qkv, image, head, HEADS, TOKENS, WIDTH)
     log_phi += head * PHI_HEAD
     q_rows = read_rows(q, token, 3 * HEADS * WIDTH, WIDTH, CHANNELS)
