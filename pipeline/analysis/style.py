@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.errors import missing_extra
+from pipeline.lazy import import_library
 from pipeline.page import BLUE, COLOURS, GREY
 
 if TYPE_CHECKING:
@@ -44,11 +44,7 @@ _RC = {
 @contextmanager
 def style() -> Iterator[None]:
     """The look of all figures, while they are drawn and written. Raises UserError: matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise missing_extra("drawing figures", "matplotlib", "insight") from None
-    with matplotlib.rc_context(_RC):
+    with import_library("matplotlib", "drawing figures", extra="insight").rc_context(_RC):
         yield
 
 
@@ -152,7 +148,6 @@ def patches_beside(figure: Figure, per_unit: float) -> Figure:
 
 
 def _mark_stages(axes: Axes, layers: Sequence[int], stages: Sequence[int | None], word: str) -> None:
-    """Lines between the stages, and their names above."""
     for layer, before, after in zip(layers, stages, stages[1:]):
         if before != after:
             axes.axvline(layer + 0.5, color="#BBBBBB", linewidth=0.8)

@@ -13,8 +13,8 @@ from torch import Tensor
 from pipeline.errors import UserError
 from pipeline.exporting import Facts, Subject, checked, compare
 from pipeline.files import replace_text
+from pipeline.lazy import import_library
 from pipeline.models.timm.names import CONFIG, WEIGHTS
-from pipeline.models.timm.network import import_library
 from pipeline.models.weights.exported import read_exported, write_exported
 from pipeline.models.weights.timm_folder import TimmForm, read_timm_folder, timm_form
 

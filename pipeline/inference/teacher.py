@@ -15,7 +15,8 @@ from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import UserError, did_you_mean, first_line
 from pipeline.inference.trained import read_trained
-from pipeline.models.timm.network import import_library, tagged_network
+from pipeline.lazy import import_library
+from pipeline.models.timm.network import tagged_network
 from pipeline.models.weights.reference_names import load_fitting
 from pipeline.models.weights.transfer import check_finite, first_difference
 from pipeline.step.precision import autocast

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
+from pipeline.lazy import import_library
 from pipeline.models import as_features, create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import init_linear
 from pipeline.models.common.vit import ClassTokenModel
-from pipeline.models.timm.network import import_library
 from pipeline.models.weights.reference_names import fitting_names
 
 import_library("timm", "pipeline.models.for_timm")

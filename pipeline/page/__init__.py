@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import missing_extra
+from pipeline.lazy import import_library
 
 BLUE, ORANGE, GREEN, PINK, PURPLE, GREY, SKY, RED = COLOURS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#8A6FD1", "#6E6E6E", "#56B4E9", "#D55E00",
@@ -48,9 +48,7 @@ def join(pieces: Iterable[object], between: str = "") -> Html:
 def _piece(value: object) -> str:
     if isinstance(value, Html):
         return value
-    if isinstance(value, list | tuple):
-        return join(value)
-    return escape(str(value))
+    return join(value) if isinstance(value, list | tuple) else escape(str(value))
 
 
 @dataclass(frozen=True)
@@ -122,11 +120,8 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
     listed = html('<ul class="notes">{}</ul>', [html("<li>{}</li>", note) for note in notes]) if notes else ""
     scripts = [_resource("page.js")]
     if plots:
-        try:
-            from plotly.offline import get_plotlyjs
-        except ImportError:
-            raise missing_extra("a report", "plotly", "insight") from None
-        scripts.insert(0, get_plotlyjs())  # 4.8 MB: the Python package has no smaller build
+        plotly = import_library("plotly.offline", "a report", "plotly", "insight")
+        scripts.insert(0, plotly.get_plotlyjs())  # 4.8 MB: the Python package has no smaller build
     return html(
         _PAGE,
         title=title,

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError, missing_extra
+from pipeline.errors import UserError
 from pipeline.inference.prediction_table import ENDINGS
+from pipeline.lazy import import_library
 
 _NEEDED = ("file", "label", "top1", "top5", "probabilities", "label_probability")
 _MAKE = "make it with `pervit evaluate --checkpoint RUN --data SHARDS --predictions FILE`"
@@ -113,14 +114,12 @@ def _columns(path: Path) -> dict[str, list[Any]]:
         if any(len(row) != len(names) for row in rows):
             raise UserError(f"{path} is damaged (a row and the first line differ in their number of columns)", _MAKE)
         return {name: [row[place] for row in rows] for place, name in enumerate(names)}
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import read_table
-    except ImportError:
-        raise missing_extra(f"reading {path}", "pyarrow", "insight") from None
+    arrow = import_library("pyarrow", f"reading {path}", extra="insight")
+    from pyarrow.parquet import read_table
+
     try:
         return read_table(path).to_pydict()
-    except ArrowException as error:
+    except arrow.ArrowException as error:
         raise ValueError(str(error)) from None
 
 

@@ -9,15 +9,16 @@ Waits for a run that has not started yet, and exits when it is finished. It may 
 continues where it stopped. The trackers' own environment variables set the destination and the account; docs/trackers.md has them.
 """
 
-import importlib.util
 import logging
 import signal
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
 from pipeline.command_line import command_parser, run_command
-from pipeline.errors import UserError, counted, missing_extra
+from pipeline.errors import UserError, counted
+from pipeline.lazy import import_library
 
 _LONGEST = 86_400  # seconds between two looks
 TRACKERS = {  # title, and class in ``to_NAME.py``
@@ -55,13 +56,8 @@ def main() -> None:
     log.setLevel(logging.INFO)
     log.propagate = False
     title, client = TRACKERS[args.to]
-    needs = f"--to {args.to}", f"{title}'s client", args.to
-    if importlib.util.find_spec(args.to) is None:
-        raise missing_extra(*needs)
-    try:
-        tracker = getattr(importlib.import_module(f"pipeline.track.to_{args.to}"), client)(args.project)
-    except ImportError as error:
-        raise missing_extra(*needs, error=error) from None
+    import_library(args.to, f"--to {args.to}", f"{title}'s client")
+    tracker = getattr(import_module(f"pipeline.track.to_{args.to}"), client)(args.project)
     from pipeline.track.position import EVENTS, PICTURE, ROWS, Position
     from pipeline.track.sending import Sender
 

@@ -1,7 +1,6 @@
 """Build timm's networks; find out by a trial pass what a network does: its stochastic depth, what else it draws, its
 features."""
 
-import importlib
 import inspect
 import json
 import re
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.errors import UserError, did_you_mean, first_line, missing_extra
+from pipeline.errors import UserError, did_you_mean, first_line
+from pipeline.lazy import import_library
 from pipeline.models.timm.names import TIMM_PREFIX
 
 _RESERVED = {  # arguments of timm.create_model that a switch must not set -> what sets them
@@ -51,16 +51,6 @@ class Trial:
     draws: tuple[str, ...]  # operators that draw from PyTorch's generator besides, in training mode
     changed: Sequence[str]  # buffers that a forward pass changes, beside those of BatchNorm
     feature_width: int | None  # D of what the classifier sees, (B, D); None: the network has no such form
-
-
-def import_library(library: str, user: str) -> ModuleType:
-    """timm or torchvision, which ``user``, such as a config key, requires. Raises UserError: it is not installed, or does not
-    load beside this PyTorch."""
-    try:
-        return importlib.import_module(library)
-    except Exception as error:  # missing, or its operators are of another build of PyTorch: RuntimeError or OSError
-        missing = isinstance(error, ModuleNotFoundError) and error.name == library
-        raise missing_extra(user, library, library, error=None if missing else error) from None
 
 
 def import_timm() -> ModuleType:
