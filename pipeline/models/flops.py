@@ -139,13 +139,9 @@ def _numel(values: list) -> int:
 # 1 for ReLU. Inferred from the published counts of PerViT and ConViT, which it reproduces.
 MODULE_CONVENTION = {
     "aten::_convolution": _conv_and_bias,
-    "aten::layer_norm": lambda inputs, outputs: 2 * _numel(outputs),
-    "aten::batch_norm": lambda inputs, outputs: 2 * _numel(outputs),
-    "aten::relu": lambda inputs, outputs: _numel(outputs),
-    "aten::relu_": lambda inputs, outputs: _numel(outputs),
-    **dict.fromkeys(_ATTENTION, lambda inputs, outputs: 0),
-    "aten::matmul": lambda inputs, outputs: 0,
-    "aten::einsum": lambda inputs, outputs: 0,
+    **dict.fromkeys(("aten::layer_norm", "aten::batch_norm"), lambda inputs, outputs: 2 * _numel(outputs)),
+    **dict.fromkeys(("aten::relu", "aten::relu_"), lambda inputs, outputs: _numel(outputs)),
+    **dict.fromkeys((*_ATTENTION, "aten::matmul", "aten::einsum"), lambda inputs, outputs: 0),
 }
 
 
