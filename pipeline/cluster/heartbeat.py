@@ -229,7 +229,8 @@ class Heartbeat:
         if self._rank in verdict.hanging:
             faulthandler.dump_traceback(file=2, all_threads=True)
         elif verdict.hanging or self._rank != 0:
-            time.sleep(2 * BEAT)  # one hears of it up to a beat later; a launcher shows the first to exit: the one with the traceback, or rank 0
+            # A launcher shows the first rank to exit: let it be the one with the traceback, or rank 0, which hears up to a beat later.
+            time.sleep(2 * BEAT)
         os._exit(verdict.exit_code)
 
 

@@ -1,6 +1,7 @@
 """A file server that can be stopped: ``python stalling.py FOLDER`` mounts a folder, read only, over itself, with FUSE.
 
-SIGSTOP, and every read of a tar waits until SIGCONT, as for a server of NFS that does not answer. Prints "mounted" once it is.
+SIGUSR1, and every read of a tar waits until SIGCONT, as for a server of NFS that does not answer. It stops between two requests: a
+process that waits for one which the server has taken cannot even be killed. Prints "mounted" once it is.
 Speaks the kernel's own protocol (include/uapi/linux/fuse.h, version 7.31): no library of FUSE is needed, only root.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import select
+import signal
 import stat
 import struct
 import sys
@@ -79,8 +82,14 @@ def main(folder: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"stalling", os.fsencode(folder), b"fuse", _READ_ONLY, options):
         sys.exit(f"cannot mount: {os.strerror(ctypes.get_errno())}")
+    stops: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: stops.append(number))
     print("mounted", flush=True)
     while True:
+        select.select([device], [], [])
+        if stops:
+            stops.clear()
+            os.kill(os.getpid(), signal.SIGSTOP)
         try:
             request = os.read(device, _LARGEST + 4096)
         except OSError as error:

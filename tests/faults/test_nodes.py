@@ -147,7 +147,7 @@ def quick(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory, stack: 
     faults: dict[str, Callable[[Trial], object]] = {
         "cut": lambda trial: trial.nodes.switch.set(trial.nodes.switch.between(1), loss=1.0),
         "killed": lambda trial: trial.job.kill(1),
-        "stalled": lambda _: server.send_signal(signal.SIGSTOP),
+        "stalled": lambda _: server.send_signal(signal.SIGUSR1),
     }
     while faults:
         for name in [name for name in faults if steps_taken(trials[name].run) >= FAULT_STEP or not trials[name].job.runs]:
