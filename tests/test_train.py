@@ -18,10 +18,11 @@ from pipeline.stream.schedule import Schedule
 from support.precisions import RECIPE
 from support.ranks import run_forked
 from support.runs import evaluation_rows, step_rows
+from support.small_run import SMALL_MODEL
 
 pytestmark = pytest.mark.multiprocess
 
-SMALL = "model.switches={widths: [16, 16, 16, 16]}"  # the same layers, a thirtieth of the numbers
+SMALL = SMALL_MODEL[0]
 
 
 def train(config: Path, run: Path, *overrides: str, processes: int = 2):

@@ -59,7 +59,11 @@ def test_a_chain_of_world_sizes_and_stages(small_run: Path, tmp_path: Path) -> N
 def test_another_micro_batch(small_run: Path, tmp_path: Path) -> None:
     """Guards against a stream of samples that depends on how a global batch is divided. A patch embedding instead of the stem:
     BatchNorm would normalize over other images."""
-    options = (*OPTIONS, "model.switches={widths: [16, 16, 16, 16], conv_stem: false}", "train.max_steps=8")
+    options = (
+        *OPTIONS,
+        "model.switches={widths: [16, 16, 16, 16], depths: [1, 1, 1, 1], conv_stem: false}",
+        "train.max_steps=8",
+    )
     straight, changed = tmp_path / "straight", tmp_path / "changed"
     started = train(2, small_run, straight, *options).succeed().started
     starts = []

@@ -37,6 +37,8 @@ class PerViTSwitches(Switches):
     """Add a learned absolute position embedding, as in DeiT; Table 1 does not say whether its rows have one. Fixes the image size."""
     widths: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
     """Channels of the four stages; null: Table S5. Rows c, f, h, i of Table 1 are widened to equal cost; the paper does not give the widths."""
+    depths: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
+    """Blocks of the four stages; null: Table S5."""
     phi_p_distance: Literal["euclidean", "learned"] = "euclidean"
     """Table 5, Euc and Lrn. learned: distances between learned vectors, one per position, shared by the layers. Fixes the image size."""
     phi_p_neighbours: bool = True
@@ -202,12 +204,13 @@ class PerViT(PhiModel):
     )
     blocks: ModuleList[Block]
     switches: PerViTSwitches
-    reference_switches = frozenset({"widths", "phi_p_init", "phi_p_frozen"})
+    reference_switches = frozenset({"widths", "depths", "phi_p_init", "phi_p_frozen"})
 
     def __init__(self, layout: PerViTLayout, switches: PerViTSwitches | None = None, **options: Any) -> None:
         switches, settings = switches or PerViTSwitches(), ModelOptions(**options)
         if switches.widths is not None:
             layout = layout.with_widths(switches.widths)
+        layout = replace(layout, depths=switches.depths or layout.depths)
         depth = sum(layout.depths)
         super().__init__(linear_drop_path(settings.drop_path, depth), settings.activation_checkpointing, switches)
         self.image_size = image_size = settings.image_size

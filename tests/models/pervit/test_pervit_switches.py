@@ -13,7 +13,14 @@ from pipeline.errors import UserError
 from pipeline.models import create_model, flops
 from pipeline.models.common.probe import recorded
 from pipeline.models.pervit.model import PeripheralAttention, PerViT, PerViTLayout, PerViTSwitches, StaticAttention
-from pipeline.models.pervit.position import DistanceScales, LearnedVectors, PeripheralPosition, PhiDesign, position_distances
+from pipeline.models.pervit.position import (
+    NORM_BIAS,
+    DistanceScales,
+    LearnedVectors,
+    PeripheralPosition,
+    PhiDesign,
+    position_distances,
+)
 from support.two_steps import two_steps
 
 SMALL = PerViTLayout(heads=2, widths=(8, 12, 16, 20), stem_widths=(4, 4, 6, 8), depths=(1, 1, 2, 1), mlp_ratio=2)
@@ -251,6 +258,15 @@ def test_widths_and_the_stem_follow_each_other() -> None:
     model = create_model("pervit_t", num_classes=2, image_size=32, switches={"widths": [132, 192, 224, 280]})
     assert model.stem.projection.out_channels == 132 and model.blocks[0].norm1.normalized_shape == (132,)
     assert model.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 2)
+
+
+def test_fewer_blocks_are_whole_stages() -> None:
+    """Guards against depths that are read in another order than widths, and against an initialization spread over Table S5's layers."""
+    switches = {"widths": [16, 24, 32, 40], "depths": [1, 2, 1, 1]}
+    model = create_model("pervit_t", num_classes=2, image_size=32, switches=switches)
+    assert [block.norm1.normalized_shape for block in model.blocks] == [(16,), (24,), (24,), (32,), (40,)]
+    biases = [block.position.norm2.bias[0].item() for block in model.blocks]
+    assert biases == pytest.approx(torch.linspace(*NORM_BIAS, 5).tolist())
 
 
 def test_checkpointing_changes_no_gradient_of_an_ablated_model() -> None:
