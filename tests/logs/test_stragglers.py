@@ -18,13 +18,14 @@ from pipeline.runs.folder import read_run
 from pipeline.watch import screen
 from support.ranks import Job, train
 from support.runs import step_rows
+from support.small_run import SMALL_MODEL
 
 SIZES = ("train.global_batch_size=12", "log.every_steps=4", "data.decode=cpu")
 HOST = os.uname().nodename
 
 
 def trained(config: Path, run: Path, stage: int, sleeps: list[str], steps: int = 8) -> Job:
-    more = (f"output_dir={run}", "model.switches={widths: [16, 16, 16, 16]}", f"train.max_steps={steps}", *SIZES)
+    more = (f"output_dir={run}", SMALL_MODEL[0], f"train.max_steps={steps}", *SIZES)
     program = {"module": "support.slow_rank", "PERVIT_SLEEP": sleeps}
     return Job(3, "--config", config, *more, f"train.zero_stage={stage}", **program).succeed()  # type: ignore[arg-type]
 
