@@ -31,7 +31,7 @@ _IMAGES = "demo/images"
 def main() -> None:
     """Run the four steps. The first that fails ends the process with its exit code."""
     from pipeline.config import load_config
-    from pipeline.config.options import override_parser
+    from pipeline.config.loading import override_parser
 
     parser = override_parser("pipeline.demo", __doc__, example="train.epochs=2")
     parser.add_argument("--steps", type=int, metavar="N", help="train for N steps only: train.max_steps=N")

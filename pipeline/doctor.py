@@ -20,7 +20,7 @@ _EPILOG = (
 
 
 def main() -> int:
-    from pipeline.config.options import override_parser
+    from pipeline.config.loading import override_parser
 
     parser = override_parser("pipeline.doctor", __doc__, _EPILOG, example="data.path=SHARD_DIR")
     parser.add_argument("--config", required=True, type=Path, help="of the training: a file, or the name of a shipped config")

@@ -84,7 +84,7 @@ def earlier_run(given: Path | None, subject: "Subject", record: Path | None = No
 
 def main() -> int:
     """Print the page; returns 0 if the run fits into memory, else 1."""
-    from pipeline.config.options import override_parser
+    from pipeline.config.loading import override_parser
 
     parser = override_parser("pipeline.plan", __doc__, _EPILOG, "train.activation_checkpointing=true")
     add = parser.add_argument

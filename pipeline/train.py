@@ -27,7 +27,7 @@ def main() -> int:
 
     All that can be is validated before the slow import of PyTorch and DeepSpeed.
     """
-    from pipeline.config.options import override_parser
+    from pipeline.config.loading import override_parser
 
     parser = override_parser("pipeline.train", __doc__, _KEYS)
     parser.add_argument("--config", required=True, type=Path, help="a file, or the name of a shipped config: pervit_t")

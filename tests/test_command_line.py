@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.__main__ import command, overview
 from pipeline.command_line import COMMANDS, run_command
-from pipeline.config.options import override_parser
+from pipeline.config.loading import override_parser
 from pipeline.errors import UserError
 from support.launching import run_module
 

@@ -16,7 +16,7 @@ from examples.detection.config import DetectionConfig
 from pipeline.cluster.environment import StopSignal
 from pipeline.command_line import run_command
 from pipeline.config import load_config_as
-from pipeline.config.options import override_parser
+from pipeline.config.loading import override_parser
 from pipeline.logs import console
 from pipeline.models.registry import check_name
 from pipeline.training.restart import answer

@@ -1,7 +1,8 @@
-"""Load YAML files, their bases and overrides into a validated :class:`Config`."""
+"""Load YAML files, their bases and overrides into a validated :class:`Config`; parse command lines with overrides."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -11,14 +12,16 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from pipeline.config.problems import Layer, complaint, describe, unknown_key
-from pipeline.config.sections import Config, section_fields
+from pipeline.command_line import CommandParser, command_parser
+from pipeline.config.problems import Layer, complaint, describe, nearest_keys, unknown_key
+from pipeline.config.sections import Config, flatten, section_fields
 from pipeline.config.tables import PaperRow, find_row, row_names, shipped_recipes
 from pipeline.config.values import Section, parse_value
-from pipeline.errors import UserError, check_no_secrets, printable, shown
+from pipeline.errors import UserError, check_no_secrets, did_you_mean, printable, shown
 
 AnySection = TypeVar("AnySection", bound=Section)
 
+_OPTION = re.compile(r"--?([a-z][\w.-]*)(=.*)?", re.IGNORECASE | re.DOTALL)
 _DEEPEST = 3  # parts of the longest dotted key: model.switches.NAME
 
 
@@ -137,8 +140,8 @@ def section_from_dict(section: type[AnySection], values: Mapping[str, Any], key:
         problem = error.errors()[0]
         name = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
-            known, close = ", ".join(section.model_fields) or "none", difflib.get_close_matches(name, section.model_fields, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"this model's switches are: {known}."
+            known = ", ".join(section.model_fields) or "none"
+            hint = did_you_mean(name, section.model_fields, f"this model's switches are: {known}.", "{!r}")
             raise UserError(f"{key}: unknown switch {shown(name)}: {hint}") from None
         if not name:  # across several switches
             raise UserError(f"{key} {problem['msg'].removeprefix('Value error, ')}.") from None
@@ -237,3 +240,36 @@ def _merge(base: dict, over: dict) -> dict:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
+
+
+def override_parser(
+    module: str, description: str | None, epilog: str | None = None, example: str = "train.epochs=100"
+) -> CommandParser:
+    """A :func:`~pipeline.command_line.command_parser` with the overrides of a config as its positional arguments."""
+    parser = command_parser(module, description, epilog)
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help=f"for example {example}")
+    parser.look = refuse_keys_as_options
+    return parser
+
+
+def refuse_keys_as_options(words: Sequence[str], options: Collection[str]) -> None:
+    """See that no word is a config key in the form of an option, such as ``--lr 1e-3``. Raises UserError: one is, or looks like
+    one; it says the override.
+
+    Args:
+        words: of the command line.
+        options: that the command has, of which argparse takes beginnings too.
+    """
+    for word, after in zip(words, [*words[1:], ""]):
+        found = _OPTION.fullmatch(word)
+        if word == "--":
+            return
+        if not found or any(option.startswith(word.partition("=")[0]) for option in options):
+            continue
+        name, defaults = found[1].replace("-", "_"), flatten(Config())
+        keys = [name] if name in defaults else [key for key in nearest_keys(name) if key in defaults]
+        if keys:
+            value = after if after and "=" not in after and not _OPTION.fullmatch(after) else "VALUE"
+            value = found[2][1:] if found[2] else "true" if value == "VALUE" and isinstance(defaults[keys[0]], bool) else value
+            meant = " or ".join(f"{key}={value}" for key in keys)
+            raise UserError(f"config keys are not options, got {word}", f"write {meant}")
