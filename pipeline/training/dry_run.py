@@ -35,9 +35,8 @@ from pipeline.terminal import fitted
 from pipeline.training.building import check_alone, training_loader
 from pipeline.training.compiling import OFF
 from pipeline.training.folder import check_lock
+from pipeline.training.micro_batch import MICRO_BATCHES
 from pipeline.training.start import PreparedRun, Start
-
-_MICRO_BATCHES = 2  # of the step: with the second, gradients and activations are in memory together, as in all that follow
 
 
 def dry_run(config: Config, world: World) -> int:
@@ -84,7 +83,7 @@ def _take_step(prepared: PreparedRun, world: World) -> tuple[float, str]:
     finally:
         loader.close()
     lr = learning_rate(prepared.step, schedule.steps_per_epoch, schedule.epochs, schedule.global_batch_size, config.optim)
-    count = min(_MICRO_BATCHES, settled.accumulation)
+    count = min(MICRO_BATCHES, settled.accumulation)
     train_state.engine.train()
     images = counted(count * config.train.micro_batch, "random image")
     say_once(world, f"a step on {images}: {count} of {counted(settled.accumulation, 'micro-batch')}, forward and backward")

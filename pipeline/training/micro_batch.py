@@ -21,7 +21,7 @@ from pipeline.cluster.world import World
 from pipeline.command_line import lacks_memory
 from pipeline.config import AUTO, Config, accumulation_steps, fitting_micro_batches, load_config
 from pipeline.errors import UserError, first_line
-from pipeline.hardware import DEFAULT_GPU, gpu_named, memory_gib
+from pipeline.hardware import DEFAULT_GPU, GIB, gpu_named, memory_gib
 from pipeline.inference.teacher import load_teacher
 from pipeline.logs.console import say_once
 from pipeline.logs.run_files import AUTO_REASON, earlier_starts
@@ -35,8 +35,9 @@ from pipeline.step.train_step import forward_backward, random_batch
 from pipeline.training.folder import config_hash
 
 _SIZE = "train.micro_batch_size"
-_MICRO_BATCHES = 2  # with the second, gradients and activations are in memory together
-_GIB = 2**30
+MICRO_BATCHES = (
+    2  # of a step that is tried: with the second, gradients and activations are in memory together, as in all that follow
+)
 
 
 def choose_micro_batch(config: Config, begun_with: int | None, world: World) -> tuple[int, str | None]:
@@ -140,9 +141,9 @@ def try_step(config: Config, world: World, capacity: int) -> str | None:
     before = memory_gib(world.device)[0]
     try:
         _compute(config, world)
-        taken = int((memory_gib(world.device)[1] - before) * _GIB)
+        taken = int((memory_gib(world.device)[1] - before) * GIB)
         if on_cpu and taken > capacity:
-            return f"a step took {taken / _GIB:.1f} GiB, {capacity / _GIB:.1f} GiB are there for a process"
+            return f"a step took {taken / GIB:.1f} GiB, {capacity / GIB:.1f} GiB are there for a process"
         return None
     except (RuntimeError, MemoryError) as error:
         if not lacks_memory(error):
@@ -174,7 +175,7 @@ def _compute(config: Config, world: World) -> None:
         model.generator_seed = 0
     objective = Objective(label_loss(train), teacher)
     forward = autocast(device, train.precision)(model.__call__)
-    for _ in range(min(_MICRO_BATCHES, accumulation_steps(train, world.size, config.augment.unit))):
+    for _ in range(min(MICRO_BATCHES, accumulation_steps(train, world.size, config.augment.unit))):
         forward_backward(forward, torch.Tensor.backward, batch, noise, objective)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
