@@ -203,10 +203,10 @@ def open_files(path: str | os.PathLike[str], split: str, readers: int = 1) -> So
     return LocalFiles(_find(place, split))
 
 
-def check_shards(place: Place, split: str = "train") -> None:
-    """Check that a folder holds a shard set, without opening it; what is in a store is left to :func:`open_files`. Raises UserError."""
+def check_shards(place: Place) -> None:
+    """Check that a folder holds a set to train on; what is in a store is left to :func:`open_files`. Raises UserError."""
     if isinstance(place, Path):
-        find_manifest(_find(place, split))
+        find_manifest(_find(place, "train"))
 
 
 def _find(folder: Path, split: str) -> Path:
