@@ -35,7 +35,7 @@ class Precision:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The context in which a forward pass computes in ``precision``, "bf16" or "fp32"; called with a function, that function in it."""
+    """The context in which a forward pass computes in ``precision``, "bf16" or "fp32"; called with a function: that in it."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == BF16)
 
 
