@@ -35,9 +35,7 @@ from pipeline.step.train_step import forward_backward, random_batch
 from pipeline.training.folder import config_hash
 
 _SIZE = "train.micro_batch_size"
-MICRO_BATCHES = (
-    2  # of a step that is tried: with the second, gradients and activations are in memory together, as in all that follow
-)
+MICRO_BATCHES = 2  # of a step that is tried: from the second on, gradients and activations are in memory together
 
 
 def choose_micro_batch(config: Config, begun_with: int | None, world: World) -> tuple[int, str | None]:
