@@ -63,6 +63,7 @@ class Beat(NamedTuple):
     hanging: tuple[_Number, ...] = ()  # of a VERDICT: ranks that are alive and should print where they hang
     address: Annotated[_Text, _at_most(255)] = ""  # of its node, on the way to rank 0
     file: Annotated[_Text, _at_most(300)] = ""  # of which a read has not returned since the beat before
+    peer: Annotated[_Text, _at_most(255)] = ""  # address that does not answer this rank, which is where it was a beat before
 
     @property
     def who(self) -> str:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from pipeline.cluster import nccl
 from pipeline.cluster.beats import Beat, Board, Status, Verdict, print_now
-from pipeline.cluster.host import cause_on, hanging_read, own_address
+from pipeline.cluster.host import cause_on, hanging_read, own_address, unanswered
 from pipeline.cluster.lost_ranks import BROKEN_SILENCE_LIMIT, WARNING_SHARE, Judge, connection_lost, silence_limit
 from pipeline.cluster.meeting import store_client
 from pipeline.cluster.world import World
@@ -57,6 +57,7 @@ class Heartbeat:
         self._host = printable(socket.gethostname(), 255)
         self._address, self._waits, self._calls = own_address(os.environ.get("MASTER_ADDR", "")), "", set[tuple[str, str]]()
         self._place = (0, "starting", 0)  # step, doing, calls in this step; replaced as a whole: no lock needed
+        self._told = self._place  # with the beat before
         self._end = (Status.RUNNING, "", RANK_LOST)  # status, error message, exit code for the other ranks
         self._first = Beat(0, os.environ.get("MASTER_ADDR", "unknown"))  # last heartbeat of rank 0
         self._unanswered = 0.0  # seconds since the store last answered, without those in which this process was suspended
@@ -123,7 +124,8 @@ class Heartbeat:
         if status is Status.RUNNING and (reported := nccl.failure()):
             status, message = Status.BROKEN, reported  # the main thread waits for the GPU and never learns of it
         file, self._calls = hanging_read(self._calls)
-        what, where = (number, step, doing, calls, status, message, exit_code), (self._address, printable(file, 300))
+        peer, self._told = unanswered() if self._place is self._told else "", self._place
+        what, where = (number, step, doing, calls, status, message, exit_code), (self._address, printable(file, 300), peer)
         beat = Beat(self._rank, self._host, os.getpid(), *what, (), *where)
         return beat._replace(status=Status.VERDICT, **vars(verdict)) if verdict else beat
 
@@ -153,7 +155,7 @@ class Heartbeat:
                 return self._spread(verdict, board, judge, number)
             waited, self._waits = self._waits, judge.waiting(WARNING_SHARE)
             if self._waits and not waited:
-                print_now(f"warning: {self._waits}; see whether the node reaches it")
+                print_now(f"warning: {self._waits}")
             if own.status is Status.ENDED or own.status is Status.LEFT and judge.all_left:
                 return
             self._pause(BEAT / 5 if own.status is Status.LEFT else BEAT)  # the run has ended: only this thread keeps the job

@@ -26,6 +26,7 @@ _DALI_BUILDS = {"nvidia-dali-cuda130": 13, "nvidia-dali-cuda120": 12}  # package
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ADDRESS = "address"  # key of the store, and the rank
 _ANY_PORT = 9  # no packet is sent
+_TRIES = 3  # of TCP to send something again, each twice as long after the one before: for 1.4 s nobody has answered
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # parameters of mallopt(3)
 _READS = {"x86_64": ("0", "17"), "aarch64": ("63", "67")}.get(os.uname().machine, ())  # numbers of read and pread64
 _PROC, _SYS = Path("/proc/driver/nvidia/gpus"), Path("/sys")
@@ -246,6 +247,19 @@ def hanging_read(before: set[tuple[str, str]]) -> tuple[str, set[tuple[str, str]
             if number in _READS and (path := os.readlink(f"/proc/self/fd/{int(arguments[0], 16)}")).startswith("/"):
                 return path, now  # "socket:..." and "pipe:..." are none
     return "", now
+
+
+def unanswered() -> str:
+    """The address to which a TCP connection of this process, in whatever library, sends in vain; empty if all are answered. A process
+    that does not read, but whose node lives, answers."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or no TCP
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    # The third byte of struct tcp_info in tcp(7).
+                    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)[2] >= _TRIES:
+                        return str(connection.getpeername()[0]).removeprefix("::ffff:")
+    return ""
 
 
 def _is_loopback(address: object) -> bool:

@@ -12,7 +12,9 @@ from pipeline.config import DistributedConfig
 
 BROKEN_SILENCE_LIMIT = 5.0  # seconds; the minimum of silence_timeout, which it replaces once a collective has failed
 _AGAIN = "then start the same command again, it resumes from the newest checkpoint."
-READ_SHARE, WARNING_SHARE = 1 / 6, 1 / 60  # of progress_timeout, after which a read of a file ends the run, or is named
+READ_SHARE = 1 / 6  # of progress_timeout, after which a read of a file ends the run
+WARNING_SHARE = 1 / 10  # of a wait's limit, after which it is named
+_ALIVE = 3.0  # seconds: who sent a beat within a few beats
 
 
 def silence_limit(config: DistributedConfig, broken: bool) -> float:
@@ -34,7 +36,8 @@ class Judge:
         self._newest: dict[int, Beat] = {}
         self._silent: dict[int, float] = {}  # rank -> seconds without a new beat
         self._still: dict[int, float] = {}  # rank -> seconds without progress
-        self._reading: dict[int, float] = {}  # rank -> seconds that a read of one file has taken
+        # rank -> seconds that a read of one file has taken, or that one node has not answered
+        self._waits: dict[str, dict[int, float]] = {"file": {}, "peer": {}}
         self._broken = 0.0  # seconds since the first failed collective
 
     def observe(self, beats: Sequence[Beat], seconds: float) -> None:
@@ -45,8 +48,9 @@ class Judge:
             moved = last is None or beat.calls != last.calls or beat.step != last.step or beat.status is not last.status
             self._silent[rank] = 0.0 if alive else self._silent[rank] + seconds
             self._still[rank] = 0.0 if moved else self._still[rank] + seconds
-            reads_on = last is not None and not moved and beat.file and beat.file == last.file
-            self._reading[rank] = self._reading[rank] + seconds if reads_on else 0.0
+            for what, waits in self._waits.items():
+                waits_on = last is not None and not moved and getattr(beat, what) and getattr(beat, what) == getattr(last, what)
+                waits[rank] = waits[rank] + seconds if waits_on else 0.0
             self._newest[rank] = beat
         self._broken = self._broken + seconds if self._with(Status.BROKEN) else 0.0
 
@@ -68,8 +72,8 @@ class Judge:
             return Verdict(f"{beat.who} ended at {beat.place}: {beat.message}.", beat.exit_code)
         if verdict := self.silent():
             return verdict
-        if waits := self.waiting(READ_SHARE):
-            return Verdict(f"{waits}: see whether the node reaches it, or raise distributed.progress_timeout, {_AGAIN}")
+        if waits := self.waiting():
+            return Verdict(f"{waits}, {_AGAIN}")
         # A collective failed, but all ranks are alive, as one that was lost would have fallen silent by now: it timed out, or
         # the network between two of them is cut.
         if self._broken >= 2 * BROKEN_SILENCE_LIMIT:
@@ -90,14 +94,27 @@ class Judge:
         also = f" (and so did {name_ranks(others)})" if others else ""
         return connection_lost(worst, f"sent no heartbeat for {seconds:.0f} s{also}", self._find_cause)
 
-    def waiting(self, share: float) -> str:
-        """Which rank has waited for a read for that share of progress_timeout, and for which file; empty if none has."""
-        waiting = [beat for beat in self._with(Status.RUNNING) if self._reading[beat.rank]]
-        worst = max(waiting, key=lambda beat: self._reading[beat.rank], default=Beat(0))
-        if not waiting or self._reading[worst.rank] < share * self._config.progress_timeout:
-            return ""
-        also = f" (with {name_ranks([beat.rank for beat in waiting if beat is not worst])})" if len(waiting) > 1 else ""
-        return f"{worst.who}{also} has waited {self._reading[worst.rank]:.0f} s for a read of {worst.file} at {worst.place}"
+    def waiting(self, share: float = 1.0) -> str:
+        """Which rank has waited for so much of the limit for a read of which file, or for an answer of which node, and what to do;
+        empty if none has."""
+        alive = [beat for beat in self._with(Status.RUNNING) if self._silent[beat.rank] < _ALIVE]
+        hosts = {beat.address: beat.host for beat in alive}
+        limits = {"file": READ_SHARE * self._config.progress_timeout, "peer": self._config.silence_timeout}
+        for what, waits in self._waits.items():
+            # An address that is no node of the run may be a store, whose reads have limits of their own.
+            waiting = [beat for beat in alive if waits[beat.rank] and (beat.peer in hosts or what == "file")]
+            worst = max(waiting, key=lambda beat: waits[beat.rank], default=Beat(0))
+            if not waiting or waits[worst.rank] < share * limits[what]:
+                continue
+            also = f" (with {name_ranks([beat.rank for beat in waiting if beat is not worst])})" if len(waiting) > 1 else ""
+            who = f"{worst.who}{also} has waited {waits[worst.rank]:.0f} s for"
+            if what == "file":
+                todo = "see whether the node reaches it, or raise distributed.progress_timeout"
+                return f"{who} a read of {worst.file} at {worst.place}: {todo}"
+            there = hosts[worst.peer]
+            todo = f"mend the network between {worst.host} and {there}, or leave one of the two out"
+            return f"{who} an answer of {there} ({worst.peer}) at {worst.place}, while both reach rank 0: {todo}"
+        return ""
 
     def _behind(self, broken: Beat | None = None) -> Verdict:
         """The verdict that names the rank furthest behind, or says that all are at the same place."""
@@ -110,7 +127,8 @@ class Judge:
         if broken:
             what = f"is furthest behind, and a collective operation of {broken.who} failed ({broken.message})"
         if len(running) > 1 and place[far.rank] == place[last.rank]:
-            where = f", like all the others: at {last.place}, none is ahead, so the fault lies between them"
+            cut = "".join(f", {beat.who} has no answer from {beat.peer}" for beat in running if beat.peer)
+            where = f", like all the others: at {last.place}, none is ahead{cut}, so the fault lies between them"
             todo = "(network, driver) or in something they all wait for; see the traceback"
         else:
             others = f", while rank {far.rank} waits at {far.place}" if far is not last else ""

@@ -294,6 +294,23 @@ def test_the_judge_names_who_waits_for_a_file() -> None:
     assert judged(500, busy) == (500, "")
 
 
+def test_the_judge_names_two_nodes_that_do_not_reach_each_other() -> None:
+    """Guards against a pair that is named late, a store that is taken for a node, and a node that is down taken for a cut between two."""
+
+    def apart(second: int, peer: str = "10.0.0.3", alive: int = 1000) -> list[Beat]:  # from second 10 on
+        beats = [Beat(rank, f"n{rank}", 7, second, min(second, 10), "training", address=f"10.0.0.{rank}") for rank in range(4)]
+        beats[2] = beats[2]._replace(peer=peer if second >= 10 else "")
+        beats[3] = beats[3]._replace(number=min(second, alive))
+        return beats
+
+    second, sentence = judged(500, apart)
+    assert 30 <= second <= 32 and sentence.startswith("rank 2 (host n2, pid 7) has waited 20 s for an answer of n3 (10.0.0.3)")
+    second, sentence = judged(500, lambda second: apart(second, "10.0.9.9"))
+    assert second == 70 and "rank 2 (host n2, pid 7) has no answer from 10.0.9.9" in sentence
+    second, sentence = judged(500, lambda second: apart(second, alive=9))
+    assert second < 31 and sentence.startswith("rank 3 (host n3, pid 7) sent no heartbeat for 20 s")
+
+
 def test_the_judge_knows_a_lost_node_and_a_broken_connection() -> None:
     """Guards against one name for eight lost processes, and against a broken connection between living processes that ends nothing."""
 

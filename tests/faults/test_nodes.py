@@ -5,6 +5,7 @@ Real networks between namespaces, see ``nodes.py``. The quick cases run at the s
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ class Trial:
     job: Job = field(init=False)
     fallen: Job | None = None  # that of the fault, once it was started again
     starts: list[Start] = field(default_factory=list)
-    fault_at: float = 0.0
+    fault_at: float = 0.0  # by the monotonic clock
 
     def __post_init__(self) -> None:
         self.folder.mkdir(exist_ok=True)
@@ -77,7 +78,10 @@ class Trial:
         return sentence
 
     def again(self) -> None:
-        """Mend the network and give the same command."""
+        """Say what rank 0 had logged when it ended, mend the network, and give the same command."""
+        took, saved = time.monotonic() - self.fault_at, latest_step(self.run)
+        print(f"\n{self.folder.name}: all ended {took:.0f} s after the fault, exit codes {self.job.codes}, step {saved} is saved;", "rank 0:")
+        print(*(line for line in self.job.stderr().splitlines() if line.startswith(("error: ", "warning: "))), sep="\n")
         self.nodes.switch.set(list(self.nodes.switch.links), loss=0.0, delay=0.0)
         self.fallen = self.job
         self.start()
@@ -202,12 +206,16 @@ def test_one_way(pair: tuple[int, int], trial: Callable[..., Trial], straight: P
 
 
 @pytest.mark.soak
-def test_two_nodes_that_do_not_reach_each_other(trial: Callable[..., Trial], straight: Path) -> None:
-    """Guards against a run that never ends because all reach rank 0, but not each other."""
-    apart = trial(4, progress=12).start().until_the_fault()
-    apart.nodes.switch.set(apart.nodes.switch.between(1, 2), loss=1.0)
+@pytest.mark.parametrize("back", [True, False])
+def test_two_nodes_that_do_not_reach_each_other(back: bool, trial: Callable[..., Trial], straight: Path) -> None:
+    """Guards against a run that waits half an hour, and ends without a name, because all reach rank 0, but two not each other."""
+    apart = trial(4).start().until_the_fault()
+    apart.nodes.switch.set(apart.nodes.switch.between(1, 2, back=back), loss=1.0)
     assert apart.job.wait() == [RANK_LOST] * 4
-    assert "has made no progress" in apart.error() and "the fault lies between them" in apart.error()
+    assert time.monotonic() - apart.fault_at < BOUND
+    one, other = re.search(r"\(host (n.), .* for an answer of (n.) \(10.77.0", apart.error()).groups()
+    assert {one, other} == {"n1", "n2"} and "while both reach rank 0: mend the network between" in apart.error()
+    assert apart.job.stderr().startswith("warning: rank ")
     apart.goes_on_exactly(straight)
 
 
