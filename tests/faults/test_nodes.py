@@ -80,7 +80,10 @@ class Trial:
     def again(self) -> None:
         """Say what rank 0 had logged when it ended, mend the network, and give the same command."""
         took, saved = time.monotonic() - self.fault_at, latest_step(self.run)
-        print(f"\n{self.folder.name}: all ended {took:.0f} s after the fault, exit codes {self.job.codes}, step {saved} is saved;", "rank 0:")
+        print(
+            f"\n{self.folder.name}: all ended {took:.0f} s after the fault, exit codes {self.job.codes}, step {saved} is saved;",
+            "rank 0:",
+        )
         print(*(line for line in self.job.stderr().splitlines() if line.startswith(("error: ", "warning: "))), sep="\n")
         self.nodes.switch.set(list(self.nodes.switch.links), loss=0.0, delay=0.0)
         self.fallen = self.job
