@@ -61,7 +61,7 @@ def test_a_run_that_was_killed_and_moved_agrees(elastic_run: Path) -> None:
     assert windows == [(0, 2, 1), (4, 6, 2), (6, 8, 1)]
     for again in told["replays"]:
         assert again["exact"] and again["largest"]["metrics"][0] == again["largest"]["tensors"][0] == 0.0, again
-        assert again["compared"]["metrics"] >= 2 * 8 and again["compared"]["tensors"] > 100
+        assert again["compared"]["metrics"] >= 2 * 8 and again["compared"]["tensors"] > 300
 
 
 def test_on_other_processes_it_agrees_within_bounds(elastic_run: Path) -> None:

@@ -38,8 +38,10 @@ def augment(
 
 def _stretched(histogram: np.ndarray) -> np.ndarray:
     low, high = histogram.nonzero()[0][[0, -1]]
-    scale = 255.0 / max(high - low, 1)
-    return np.clip((_LEVELS * scale - low * scale).astype(np.int64), 0, 255) if high > low else _LEVELS
+    if high <= low:
+        return _LEVELS
+    scale = 255.0 / (high - low)
+    return np.clip((_LEVELS * scale - low * scale).astype(np.int64), 0, 255)
 
 
 def _equalized(histogram: np.ndarray) -> np.ndarray:
