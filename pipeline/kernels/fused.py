@@ -24,7 +24,7 @@ GROUPS = 8
 SMALLEST_BLOCK = 16  # of a matrix instruction's sides
 
 INTERPRETED = not isinstance(tiles.forward, triton.JITFunction)
-_operator: Any = custom_op if INTERPRETED else triton_op
+make_operator: Any = custom_op if INTERPRETED else triton_op
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ def _gradients(
     return dqkv, sums.sum(0).to(log_phi.dtype) if phi_learns else log_phi.new_empty(0)
 
 
-attention = _operator(NAME, _attention, mutates_args=())
-gradients = _operator(f"{NAME}_backward", _gradients, mutates_args=())
+attention = make_operator(NAME, _attention, mutates_args=())
+gradients = make_operator(f"{NAME}_backward", _gradients, mutates_args=())
 attention.register_fake(_checked)
 
 

@@ -22,6 +22,7 @@ _ASKED = os.environ.get(SWITCH, AUTO)
 _INTERPRETED = os.environ.get(INTERPRETER, "").lower() in ("1", "true", "on", "yes", "y")
 
 MAX_WIDTH = 128  # channels of a head: more would need smaller tiles
+MAX_POSITIONS = 1024  # of the maps that a program of Φp holds in registers: images of 480 pixels
 CAPABILITY = (8, 0)  # the oldest GPUs that the tests compile the kernels for, Ampere
 _ALIGNMENT = 8  # channels of a head on CUDA
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,6 +122,14 @@ def uses_triton(q: Tensor) -> bool:
     return not obstacle
 
 
+def suits_kernels(distance: Tensor, kernel: Tensor) -> bool:
+    """Whether Φp's maps, of distances (N, 1, H + 4, W + 4) and a first kernel (out, channels, 3, 3), come from
+    :mod:`pipeline.kernels.phi`."""
+    rows, columns = (size - 2 for size in distance.shape[-2:])  # of the hidden maps
+    fits = distance.shape[1] == 1 and kernel.shape[-1] == 3 and rows * columns <= MAX_POSITIONS
+    return fits and distance.dtype == torch.float32 and uses_triton(distance)
+
+
 @torch.compiler.assume_constant_result  # a compiled model contains the chosen form alone
 def _obstacle(device: str, index: int) -> tuple[str, str]:
     """Why the kernels cannot run on a device, and what helps; two empty strings if they can."""
@@ -140,7 +149,7 @@ def _find_obstacle(device: str, index: int) -> tuple[str, str]:
         import triton  # noqa: F401
     except ImportError:
         return "triton is not installed", "pip install --no-deps -c constraints.txt triton"
-    from pipeline.kernels import fused  # registers the operator
+    from pipeline.kernels import fused, phi  # noqa: F401  # registers the operators
 
     if device == "cuda":
         zeros = torch.zeros(1, 16, 3, 1, 16, device=f"cuda:{index}")

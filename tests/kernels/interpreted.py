@@ -14,12 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.kernels import fused, peripheral, peripheral_attention
-from pipeline.kernels.peripheral import biased_attention
+from pipeline.kernels.peripheral import biased_attention, suits_kernels
 from pipeline.models import create_model, flops, load_reference_state_dict
 from pipeline.models.common import layers
 from pipeline.models.common.vit import SelfAttention
 from pipeline.models.convit import PositionalSelfAttention, relative_positions
 from pipeline.models.pervit.model import PeripheralAttention
+from pipeline.models.pervit.phi_model import grouped_log_phi
+from pipeline.models.pervit.position import DistanceScales, PeripheralPosition, position_distances
 from support.attention import errors, random_case
 from support.golden import RULES, Golden, assert_close, make_input
 
@@ -234,3 +236,43 @@ def test_deit_and_convit_run_it() -> None:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             layer(x, position)
         assert torch.ops.pervit.peripheral_attention in counter.get_flop_counts()["Global"]
+
+
+@pytest.mark.parametrize(("heads", "grid"), [(2, (2, 2)), (6, (5, 2))], ids=str)
+def test_maps_of_phi_agree_with_float64(heads: int, grid: tuple[int, int]) -> None:
+    """Guards against a wrong map or gradient where channels, heads and positions do not fill their tiles, and against a parameter
+    without its gradient: those before a norm are noise, or zero."""
+    torch.manual_seed(0)
+    layers = [PeripheralPosition(heads, layer, 3) for layer in range(2)]
+    scales = DistanceScales(4 * heads)
+    modules = nn.ModuleList([*layers, scales])
+    with torch.no_grad():
+        for parameter in modules.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    results = []
+    for dtype in (torch.float64, torch.float32):  # in float64 without the kernels
+        modules.to(dtype).zero_grad()
+        distance = position_distances(*grid, torch.device("cpu"), dtype)
+        assert suits_kernels(distance, layers[0].projection1.weight) == (dtype == torch.float32)
+        maps = torch.cat(grouped_log_phi(layers, distance, *scales()))
+        maps.backward(torch.linspace(0, 300, maps.numel(), dtype=dtype).sin().view(maps.shape))
+        results.append(
+            (
+                maps.detach().double(),
+                {name: each.grad.clone().double() for name, each in modules.named_parameters() if each.grad is not None},
+            )
+        )
+    (expected, gradients), (found, others) = results
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5)
+    for name, gradient in gradients.items():
+        assert (others[name] - gradient).norm() < 2e-5 * gradient.norm() + 2e-4, name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_pytorch_checks_the_operator_of_phi() -> None:
+    """Guards against a schema, shapes or strides that PyTorch is told and that are not so, and against reading past a tensor's end."""
+    distance = position_distances(2, 2, torch.device("cpu"), torch.float32)
+    learned = [torch.randn(size, requires_grad=True) for size in ((16, 1, 3, 3), 16, 16, 16, (4, 8, 3, 3))]
+    torch.library.opcheck(torch.ops.pervit.phi_maps.default, (distance, *learned))
+    with pytest.raises(RuntimeError, match="do not fit"):
+        torch.ops.pervit.phi_maps(distance[:3], *learned)

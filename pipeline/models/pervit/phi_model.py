@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.errors import UserError
+from pipeline.kernels.peripheral import suits_kernels
 from pipeline.models.common.base import Switches, VisionModel
 from pipeline.models.common.layers import ModuleList
 from pipeline.models.pervit import position
@@ -35,13 +36,20 @@ def grouped_log_phi(
     def normalized(maps: Tensor, name: str) -> Tensor:
         return F.instance_norm(maps, weight=together(f"{name}.weight"), bias=together(f"{name}.bias"), eps=position.NORM_EPS)
 
+    first, first_bias = together("projection1.weight"), together("projection1.bias")
     with torch.autocast(distance.device.type, enabled=False):  # as each layer by itself
-        r = position.project_distances(distance, scale, offset, together("projection1.weight"), together("projection1.bias"))
-        r = normalized(r, "norm1")  # (N, layers * hidden, ...)
-        if layers[0].layers == 2:
-            weight, bias = together("projection2.weight"), together("projection2.bias")
-            r = F.conv2d(F.relu(r, inplace=True), weight, bias, groups=len(layers))  # the norm does not need its output
-            r = normalized(r, "norm2")  # (N, layers * heads, H, W)
+        if layers[0].layers == 2 and suits_kernels(distance, first):
+            scaled = position.scaled(distance, scale, offset, first, first_bias)
+            rest = [together(name) for name in ("norm1.weight", "norm1.bias", "projection2.weight")]
+            r = torch.ops.pervit.phi_maps(distance, *scaled, *rest) + together("projection2.bias")[:, None, None]
+            r = normalized(r, "norm2")
+        else:
+            r = position.project_distances(distance, scale, offset, first, first_bias)
+            r = normalized(r, "norm1")  # (N, layers * hidden, ...)
+            if layers[0].layers == 2:
+                weight, bias = together("projection2.weight"), together("projection2.bias")
+                r = F.conv2d(F.relu(r, inplace=True), weight, bias, groups=len(layers))  # the norm does not need its output
+                r = normalized(r, "norm2")  # (N, layers * heads, H, W)
         maps = F.logsigmoid(r).flatten(2).transpose(0, 1).contiguous()  # (layers * heads, N, N)
         return maps.unflatten(0, (len(layers), -1)).unbind(0)
 

@@ -130,12 +130,16 @@ class FirstProjection(nn.Conv2d):
 
 def project_distances(distance: Tensor, scale: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """:class:`FirstProjection` with weight (out, channels, k, k) and bias (out,), of one layer or of several together."""
+    return F.conv2d(distance, *scaled(distance, scale, offset, weight, bias))  # (N, out, H', W'), less the kernel's border
+
+
+def scaled(distance: Tensor, scale: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Kernel (out, 1 or channels, k, k) and bias (out,) by which the distances themselves are convolved."""
     if distance.shape[1] == 1:
-        kernel = torch.einsum("oiyx,i->oyx", weight, scale)[:, None]  # (out, 1, k, k)
+        kernel = torch.einsum("oiyx,i->oyx", weight, scale)[:, None]
     else:
-        kernel = weight * scale[:, None, None]  # (out, channels, k, k)
-    bias = bias + torch.einsum("oiyx,i->o", weight, offset)  # (out,)
-    return F.conv2d(distance, kernel, bias)  # (N, out, H', W'), less the kernel's border
+        kernel = weight * scale[:, None, None]
+    return kernel, bias + torch.einsum("oiyx,i->o", weight, offset)
 
 
 class PeripheralPosition(nn.Module):
