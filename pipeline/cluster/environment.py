@@ -5,7 +5,8 @@ import ipaddress
 import os
 import re
 import signal
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import UserError
@@ -82,6 +83,16 @@ def share_of_node(size: int) -> tuple[int, int]:
     local_size = _slurm_tasks_per_node() or size
     share = _integer("SLURM_CPUS_PER_TASK", 1) if os.environ.get("SLURM_CPUS_PER_TASK") else max(1, usable // local_size)
     return local_size, min(usable, share)
+
+
+def nodes_of(ranks: Sequence[int], size: int) -> list[str]:
+    """The nodes on which Slurm starts some ranks, of ``size``, as ``--exclude`` takes them; none where that is not known."""
+    hosts = list[str]()
+    if "SLURM_JOB_NODELIST" in os.environ and not has_agent():  # torchrun's agents number nodes in an order of their own
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            hosts = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True, timeout=20).stdout.split()
+    each = share_of_node(size)[0]  # ranks are numbered node by node
+    return list(dict.fromkeys(hosts[rank // each] for rank in ranks)) if len(hosts) * each == size else []
 
 
 def _derive_local_rank(rank: int, size: int) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.cluster.environment import is_loopback, read_place, slurm_granted_gpus
+from pipeline.cluster.environment import is_loopback, nodes_of, read_place, slurm_granted_gpus
 from pipeline.cluster.host import bind_near_gpu, choose_gloo_interface, gpu_is_usable, keep_freed_memory
 from pipeline.cluster.meeting import meet, store_client
 from pipeline.cluster.nccl import leave_faults_to_the_heartbeat
@@ -183,7 +183,7 @@ def _allow_open_files(rank: int, size: int) -> None:
 def _name_the_late(size: int) -> None:
     """In a thread of rank 0: say for whom it waits. The connection of the main thread is locked meanwhile."""
     if missing := _missing(store_client(_LATE), size):
-        _log.warning(f"rank 0 has waited {_LATE:.0f} s for {name_ranks(missing)} of {size}: see why in their logs")
+        _log.warning(f"rank 0 has waited {_LATE:.0f} s for {_named(missing, size)}: see why in their logs")
 
 
 def _missing(store: dist.TCPStore, size: int) -> list[int]:
@@ -193,11 +193,17 @@ def _missing(store: dist.TCPStore, size: int) -> list[int]:
     return []
 
 
+def _named(missing: list[int], size: int) -> str:
+    nodes = nodes_of(missing, size)
+    return f"{name_ranks(missing)} of {size} ranks" + (f" (on {', '.join(nodes)})" if nodes else "")
+
+
 def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> NotConnected:
     """The error of a failed rendezvous; names the missing ranks if the store still answers."""
     if missing := _missing(store, size):
-        names = f"{name_ranks(missing)} of {size} ranks"
-        lost = NotConnected(f"rank {rank} timed out waiting for {names}: see in their logs why they did not start.")
+        lost = NotConnected(
+            f"rank {rank} timed out waiting for {_named(missing, size)}", "see in their logs why they did not start"
+        )
         lost.missing = missing
         return lost
     return NotConnected(

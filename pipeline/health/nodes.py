@@ -5,7 +5,6 @@ No rank is waited for without a limit: all put what they find into the job's sto
 
 import json
 import os
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from pipeline.cluster.environment import share_of_node
+from pipeline.cluster.environment import nodes_of
 from pipeline.cluster.meeting import store_client
 from pipeline.cluster.world import World, name_ranks
 from pipeline.config import Config
@@ -82,14 +81,9 @@ def see_that_nodes_are_fit(config: Config, world: World) -> None:
 
 def absent(missing: Sequence[int]) -> list[str]:
     """The last lines for ranks that never came: the nodes to leave out, as far as Slurm tells where they should be."""
-    hosts: list[str] = []
-    with suppress(OSError):
-        listed = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True, timeout=20)
-        hosts = listed.stdout.split() if "SLURM_JOB_NODELIST" in os.environ else []
-    each = share_of_node(int(os.environ["WORLD_SIZE"]))[0]
-    nodes = list(dict.fromkeys(hosts[rank // each] for rank in missing if rank // each < len(hosts)))
-    named = f"{', '.join(nodes)}: never came" if nodes else f"verdict: the node of {name_ranks(missing)} to leave out"
-    return ([named] if missing else []) + ([f"--exclude={','.join(nodes)}"] if nodes else [])
+    nodes = ",".join(nodes_of(missing, int(os.environ["WORLD_SIZE"])))
+    lines = [f"verdict: {nodes or f'the node of {name_ranks(missing)}'} to leave out"] if missing else []
+    return lines + [f"--exclude={nodes}"] * bool(nodes)
 
 
 def _collect(store: dist.Store, what: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.cluster.environment import SECRET, is_loopback, read_place, slurm_granted_gpus
+from pipeline.cluster.environment import SECRET, is_loopback, nodes_of, read_place, slurm_granted_gpus
 from pipeline.cluster.meeting import _ask, _give, _host_store, _listen, _reach_store, meet
 from pipeline.cluster.rendezvous import _why, connect, init_world
 from pipeline.cluster.world import World
@@ -104,6 +105,20 @@ def test_the_local_rank_follows(given: dict[str, str], place: tuple[int, int], e
         environment.setenv(name, value)
     found = read_place()
     assert (found.local_rank, found.local_size) == place
+
+
+def test_the_nodes_of_late_ranks_are_those_where_slurm_starts_them(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    """Guards against a healthy node that is drained for another's rank: where numbers follow no order of nodes, none is named."""
+    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames" ] && printf "n1\\nn2\\nn3\\n"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    environment.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    environment.setenv("LOCAL_WORLD_SIZE", "2")
+    assert nodes_of([2, 3, 5], 6) == []  # no job
+    environment.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    assert nodes_of([2, 3, 5], 6) == ["n2", "n3"]
+    assert nodes_of([2, 3], 4) == []  # a step on some of the job's nodes
+    environment.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert nodes_of([2, 3, 5], 6) == []
 
 
 def test_only_one_machine_moves_to_loopback(environment: pytest.MonkeyPatch) -> None:

@@ -288,7 +288,7 @@ def test_a_late_rank(trial: Callable[..., Trial], straight: Path) -> None:
     """Guards against a start that waits without a word, and against one that does not wait for a slow node."""
     late = trial().start()
     late.job.signal(signal.SIGSTOP, 1)
-    assert late.job.until(lambda: "rank 0 has waited 20 s for rank 1 of 2" in late.job.stderr())
+    assert late.job.until(lambda: "rank 0 has waited 20 s for rank 1 of 2 ranks" in late.job.stderr())
     late.job.signal(signal.SIGCONT, 1)
     late.job.succeed()
     late.equals(straight)
