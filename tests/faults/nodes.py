@@ -14,6 +14,7 @@ import random
 import select
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -157,6 +158,12 @@ class Nodes:
     nodes: list[Node]
     switch: Switch
 
+    def name_all(self, hosts: Path) -> None:
+        """Let the nodes find each other by their names, in a file that becomes their /etc/hosts."""
+        hosts.write_text("".join(f"{node.address} {node.name}\n" for node in self.nodes) + "127.0.0.1 localhost\n")
+        for node in self.nodes:
+            node.do("mount", "--bind", hosts, "/etc/hosts")
+
     def job(self, *arguments: object, each: int = 1, **environment: str | list[str] | None) -> Job:
         """Start ``pipeline.train`` with ``each`` ranks on every node, numbered node by node."""
         places = [node for node in self.nodes for _ in range(each)]
@@ -224,6 +231,20 @@ def limited(node: Node, kind: str, *, bytes_: int = 0, cores: float = 0.0) -> It
         pytest.skip(f"cannot limit {kind} here: {error}")
     finally:
         _remove(group)
+
+
+@contextmanager
+def short_of_memory(group: Path) -> Iterator[None]:
+    """In the block, the processes of a cgroup need more memory than it has left, and the kernel kills the largest."""
+    new = (group / "memory.max").exists()
+    limit = group / ("memory.max" if new else "memory.limit_in_bytes")
+    used, before = int((group / ("memory.current" if new else "memory.usage_in_bytes")).read_text()), limit.read_text()
+    limit.write_text(str(used + (64 << 20)))
+    greedy = f"open({str(group / 'cgroup.procs')!r}, 'w').write('0'); kept = bytearray(128 << 20); input()"
+    with subprocess.Popen([sys.executable, "-c", greedy], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
+        yield
+        other.kill()
+    limit.write_text(before)
 
 
 def _remove(group: Path) -> None:

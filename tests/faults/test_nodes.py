@@ -19,7 +19,7 @@ import pytest
 
 from faults import refusing
 from faults.history import Start, what_the_weights_saw
-from faults.nodes import Nodes, limited, running_nodes
+from faults.nodes import Nodes, limited, running_nodes, short_of_memory
 from faults.test_full_disk import fill, small_disk
 from pipeline.checkpoint.folder import latest_step
 from pipeline.errors import RANK_LOST, USER_ERROR
@@ -228,13 +228,8 @@ def test_lack_of_memory(trial: Callable[..., Trial], straight: Path) -> None:
     short = trial()
     with limited(short.nodes.nodes[1], "memory", bytes_=8 << 30) as group:
         short.start().until_the_fault()
-        new = (group / "memory.max").exists()
-        used = int((group / ("memory.current" if new else "memory.usage_in_bytes")).read_text())
-        (group / ("memory.max" if new else "memory.limit_in_bytes")).write_text(str(used + (64 << 20)))
-        greedy = f"open({str(group / 'cgroup.procs')!r}, 'w').write('0'); kept = bytearray(128 << 20); input()"
-        with subprocess.Popen([sys.executable, "-c", greedy], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
+        with short_of_memory(group):
             assert short.job.wait() == [RANK_LOST, -signal.SIGKILL]
-            other.kill()
         short.nodes.nodes[1].cgroups.clear()
     assert "(for lack of memory?)" in short.error() and "dmesg on n1" in short.error()
     short.goes_on_exactly(straight)

@@ -166,10 +166,14 @@ class Submitted:
     def cancel(self) -> None:
         self.cluster.run("scancel", self.number)
 
+    def task(self, rank: int) -> list[int]:
+        """The processes of one rank's python."""
+        mine = (f"SLURM_JOB_ID={self.number}", f"SLURM_PROCID={rank}")
+        return _processes(lambda process: _is_task(process, mine))
+
     def kill_task(self, rank: int) -> None:
         """``kill -9`` of one rank's python."""
-        mine = (f"SLURM_JOB_ID={self.number}", f"SLURM_PROCID={rank}")
-        found = _processes(lambda process: _is_task(process, mine))
+        found = self.task(rank)
         assert found, f"no process of rank {rank}"
         for pid in found:
             _kill(pid)
