@@ -29,6 +29,8 @@ _ANY_PORT = 9  # no packet is sent
 _TRIES = 3  # of TCP to send something again, each twice as long after the one before: for 1.4 s nobody has answered
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # parameters of mallopt(3)
 _READS = {"x86_64": ("0", "17"), "aarch64": ("63", "67")}.get(os.uname().machine, ())  # numbers of read and pread64
+# Files of a cgroup of version 2 and of version 1: its limit in bytes, and what is used of it.
+_LIMITS = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
 _PROC, _SYS = Path("/proc/driver/nvidia/gpus"), Path("/sys")
 
 
@@ -162,6 +164,22 @@ def _is_installed(package: str) -> bool:
     with contextlib.suppress(PackageNotFoundError):
         return bool(version(package))
     return False
+
+
+def memory() -> tuple[int, int]:
+    """The memory that this process and its neighbours may use, and what is free of it or caches files, in bytes: the machine's, or that
+    of the tightest cgroup."""
+    total, free = psutil.virtual_memory()[:2]
+    cgroups = Path("/proc/self/cgroup")
+    for _, kind, own in (line.split(":", 2) for line in (cgroups.read_text().splitlines() if cgroups.exists() else ())):
+        group = Path("/sys/fs/cgroup", kind, own[1:])
+        for folder in (group, *group.parents) if kind in _LIMITS else ():
+            with contextlib.suppress(OSError, ValueError, KeyError):  # it has no limit, or a container hides it
+                limit, used = (int((folder / name).read_text()) for name in _LIMITS[kind])
+                stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                pages = sum(int(stat.get(f"total_{name}", stat[name])) for name in ("active_file", "inactive_file"))
+                total, free = min(total, limit), min(free, limit - used + pages)
+    return total, free
 
 
 def keep_freed_memory() -> bool:

@@ -13,7 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from pipeline.cluster.host import cuda_of_driver
+from pipeline.cluster.host import cuda_of_driver, memory
 from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.errors import first_line
@@ -71,7 +71,7 @@ def examine_rank(config: Config, world: World, reads: bool, seconds: float) -> d
         "versions": versions,
         "device": str(world.device),
         "CPUs": len(os.sched_getaffinity(0)),
-        "memory": psutil.virtual_memory().available / GIB,
+        "memory": memory()[1] / GIB,
         "shm": psutil.disk_usage("/dev/shm").free / GIB if os.path.isdir("/dev/shm") else 0.0,
         "faults": [],
     }

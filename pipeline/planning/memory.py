@@ -2,15 +2,13 @@
 
 from bisect import bisect
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
+from pipeline.cluster.host import memory
 from pipeline.config import AUTO, Config, ModelConfig, TrainConfig, accumulation_steps, fitting_micro_batches
 from pipeline.hardware import Gpu, native_bf16
 from pipeline.models import model_of
@@ -25,7 +23,6 @@ NCCL, FRAGMENTS = "NCCL (estimate)", "allocator's fragments (estimate)"
 _CONTEXT, _NCCL = 900 * MIB, 400 * MIB
 _FRAGMENTS = 0.04  # of what PyTorch's caching allocator has given out, that it holds besides
 _OF_TRAINING = ("micro_batch_size", "global_batch_size", "activation_checkpointing", "teacher", "teacher_weights", "loss")
-_CPU_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # The loader, with images of ImageNet: 500 x 375 pixels on average, of which a random crop takes 54 % (crop_scale 0.08 to 1).
 _WINDOW = 0.54 * 500 * 375
 # Float32 images that the two resizes of dali_graph have at once: the result, its border corrections, the sum.
@@ -129,11 +126,7 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
         parts[FRAGMENTS] = int(_FRAGMENTS * traced.total())
         if subject.compile != "off":
             remarks.append("train.compile is not in the figures: compiled blocks keep as much or less")
-    available = psutil.virtual_memory().total  # of this machine, or what its cgroup may use
-    for file in map(Path, _CPU_LIMITS):
-        with suppress(OSError, ValueError):  # it is not there; "max"
-            available = min(available, int(file.read_text()))
-    capacity = subject.gpu.memory if subject.gpu else available // subject.gpus_per_node
+    capacity = subject.gpu.memory if subject.gpu else memory()[0] // subject.gpus_per_node
     return Memory(dict((+parts).most_common()), capacity, in_evaluation, remarks)
 
 

@@ -12,11 +12,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from pipeline.cluster.agreement import do_in_main
-from pipeline.cluster.host import this_node
+from pipeline.cluster.host import memory, this_node
 from pipeline.cluster.world import World
 from pipeline.command_line import lacks_memory
 from pipeline.config import AUTO, Config, accumulation_steps, fitting_micro_batches, load_config
@@ -120,7 +119,7 @@ def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int,
 
 def _free(places: list[str]) -> int:
     """Bytes of this machine's memory for each of its processes, by the nodes of all ranks."""
-    return psutil.virtual_memory().available // places.count(this_node())
+    return memory()[1] // places.count(this_node())
 
 
 def try_step(config: Config, world: World, capacity: int) -> str | None:

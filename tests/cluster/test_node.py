@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.host import cause_on, hanging_read, this_node
+from faults.nodes import Node, limited, running_nodes
+from pipeline.cluster.host import cause_on, hanging_read, this_node, unanswered
+from support.namespaces import enter
 
 
 def test_processes_of_a_machine_know_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +55,52 @@ def test_a_node_that_answers_is_told_from_one_that_does_not() -> None:
     assert cause_on("n1", "127.0.0.1").startswith("its node answers") and "dmesg on n1" in cause_on("n1", "127.0.0.1")
     assert "does not answer either, n1 is down" in cause_on("n1", "255.255.255.255")
     assert "answer" not in cause_on("n1", "")
+
+
+@pytest.mark.multiprocess
+def test_a_node_that_acknowledges_nothing_is_found() -> None:
+    """Guards against a cut between two nodes that nobody sees, and against a process that does not read taken for one: its node lives."""
+    with running_nodes(2) as nodes, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:  # a thread on each node
+        for thread, node in zip((one, other), nodes.nodes):
+            thread.submit(enter, node.namespaces[:1]).result()
+        address = nodes.nodes[1].address
+        with other.submit(socket.create_server, (address, 0)).result() as listener:
+            with (
+                one.submit(socket.create_connection, listener.getsockname()).result() as first,
+                one.submit(socket.create_connection, listener.getsockname()).result() as second,
+            ):
+                first.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    while first.send(bytes(1 << 16)):  # nobody reads
+                        pass
+                time.sleep(4)
+                assert unanswered() == ""
+                nodes.switch.set(nodes.switch.between(1), loss=1.0)
+                second.send(b"word")
+                deadline = time.monotonic() + 60
+                while not unanswered() and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                assert unanswered() == address
+
+
+@pytest.mark.multiprocess
+def test_memory_is_what_the_cgroup_may_have(tmp_path: Path) -> None:
+    """Guards against plans for the memory of the machine in a job that gets a part of it, and files' pages that count as used."""
+    with limited(Node(0, None), "memory", bytes_=1 << 30) as group:
+        program = f"""
+import torch
+from pathlib import Path
+from pipeline.cluster.host import memory
+Path({str(group / "cgroup.procs")!r}).write_text("0")
+before = memory()
+Path({str(tmp_path / "file")!r}).write_bytes(bytes(200 << 20))
+cached, kept = memory(), b"1" * (300 << 20)
+print(*before, *cached, *memory())
+"""
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    total, free, _, cached, _, after = map(int, ran.stdout.split())
+    assert total == 1 << 30 and 0.8 * total < free <= total
+    assert free - cached < 50 << 20 and 250 << 20 < cached - after < 400 << 20
 
 
 def _of_a_child() -> str:
