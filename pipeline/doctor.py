@@ -3,7 +3,7 @@
   pervit doctor --config pervit_t data.path=SHARD_DIR
   bash launch/local.sh 2 -- pipeline.doctor --config pervit_t data.path=SHARD_DIR
 
-Of each node: versions, memory, CPUs and GPUs, the data and its checksums, the cache, the GPU's decoder, the clock, the links to
+Of each node: versions, memory, CPUs and GPUs, the data and its checksums, cache and output_dir, the GPU's decoder, the clock, the links to
 others. On a cluster: sbatch --nodes=4 launch/doctor.slurm pervit_t. Or before a training: pervit train --doctor
 """
 
@@ -14,9 +14,7 @@ from pathlib import Path
 
 from pipeline.command_line import run_command
 
-_EPILOG = (
-    "The exit code is 1 if a node is to be left out (the last line is --exclude=NODES, for sbatch) or the data is damaged."
-)
+_EPILOG = "The exit code is 1 if anything is wrong. If a node is to be left out, the last line is --exclude=NODES, for sbatch."
 
 
 def main() -> int:
@@ -45,9 +43,8 @@ def main() -> int:
             print("\n".join([str(error), *absent(error.missing)]), flush=True)
         return 1
     except RuntimeError as error:  # the store's
-        raise NotConnected(
-            f"rank 0, which collects what all find, gives no answer ({first_line(error)})", "leave its node out"
-        ) from None
+        problem = f"rank 0, which collects what all find, gives no answer ({first_line(error)})"
+        raise NotConnected(problem, "leave its node out") from None
     if world.is_main:
         print("\n".join(verdict.lines), flush=True)
     if verdict.sick:  # some thread may wait for a disk or for another rank without end

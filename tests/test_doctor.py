@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from faults.nodes import running_nodes
+from faults.nodes import limited, running_nodes
+from pipeline.health.nodes import judge
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.ranks import Job, meeting_point
 from support.slurm_cluster import ON_CPUS, Cluster
+from support.stores import BUCKET, aws_environment, s3_server
 
 pytestmark = pytest.mark.multiprocess
 NODES = ["n1", "n2", "n3"]
@@ -84,6 +86,57 @@ def test_little_shared_memory(small_run: Path) -> None:
     """Guards against NCCL's bus error in the first step, on the one node whose /dev/shm is full."""
     code, page = examined(small_run, PERVIT_MOUNT=["", "-t tmpfs -o size=8m none /dev/shm", ""])
     assert code == 1 and "n2: /dev/shm has 8 MiB free, at least 64 are needed" in page and page.endswith("--exclude=n2\n"), page
+
+
+def test_little_memory_and_a_full_disk(small_run: Path, tmp_path: Path) -> None:
+    """Guards against a node's memory that is the machine's, where its jobs may have a part, and a cache that cannot be filled."""
+    (tmp_path / "cache").mkdir()
+    with running_nodes(3) as nodes, limited(nodes.nodes[2], "memory", bytes_=2 << 30):
+        nodes.nodes[1].do("mount", "-t", "tmpfs", "-o", "size=4m", "none", tmp_path / "cache")
+        words = ("--config", small_run, "--seconds=90", f"data.cache={tmp_path / 'cache'}")
+        job = nodes.job(*words, module="pipeline.doctor", LOCAL_WORLD_SIZE="1", SLURMD_NODENAME=NODES)
+        assert job.wait() == [1, 1, 1], job.outputs()
+    page = job.stdout()
+    print(page)
+    assert re.search(r"n3: (1\.\S+|0\.\S+) GiB free, less than a third of the nodes' median", page), page
+    assert "n2: cache: [Errno 28] No space left on device" in page and page.endswith("--exclude=n2,n3\n"), page
+
+
+def test_a_run_in_a_store(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a run that trains until its first checkpoint and learns then that a node may not write to the store."""
+    with s3_server(monkeypatch) as port:
+        store, words = aws_environment(port), (small_run, f"output_dir=s3://{BUCKET}/run")
+        code, page = examined(*words, **store)
+        assert code == 0 and "verdict: none of 3 nodes to leave out" in page, page
+        urls = [*2 * [store.pop("AWS_ENDPOINT_URL")], "http://127.0.0.1:9"]
+        code, page = examined(*words, **store, AWS_ENDPOINT_URL=urls)
+        assert code == 1 and "n3: output_dir: " in page and page.endswith("--exclude=n3\n"), page
+        code, page = examined(small_run, f"output_dir=s3://{BUCKET}er/run", **store, AWS_ENDPOINT_URL=urls[0])
+    assert code == 1 and "every node: output_dir: " in page and "verdict: none of 3 nodes" in page, page
+
+
+def test_a_page_of_many_nodes() -> None:
+    """Guards against a verdict below sixty rows and sixty sentences that say the same."""
+    well = {
+        "versions": {"numpy": "2.4"},
+        "CPUs": 96,
+        "ranks": 8,
+        "faults": [],
+        "lost": [],
+        "damaged": [],
+        "clock": 0.0,
+        "link": 11e3,
+    }
+    nodes = {f"n{number}": dict(well) for number in range(64)}
+    for name in ("n7", "n20", "n40"):
+        nodes[name]["versions"] = {"numpy": "1.26"}
+    nodes["n9"]["link"] = 1200.0
+    verdict = judge(nodes)
+    assert verdict.leave_out == ["n7", "n9", "n20", "n40"] and verdict.lines[-1] == "--exclude=n7,n9,n20,n40"
+    assert "n7, n20, n40: numpy 1.26, where most have 2.4" in verdict.lines
+    others = [f"60 others, {what}" for what in ("least", "median", "most")]
+    assert [line.split("  ")[0] for line in verdict.lines[1:8]] == [*verdict.leave_out, *others]
+    assert len(verdict.lines) == 1 + 7 + 2 + 2 and len(judge({name: dict(well) for name in NODES}).lines) == 1 + 3 + 1
 
 
 def spoiled(shards: Path, copy: Path) -> Path:
@@ -156,4 +209,5 @@ def test_a_job_of_its_own(small_run: Path, tmp_path: Path, cluster: Cluster) -> 
     assert len(re.findall(r"^0: node\d +2 .* ok$", job.log, re.MULTILINE)) == 2, job.log
     (small_run.parent / "damaged").mkdir()
     job = cluster.job(tmp_path, *words, f"data.path={small_run.parent / 'damaged'}")
-    assert job.state == "FAILED" and "--exclude=node1,node2" in job.log and "requeued" not in job.log, job.log
+    assert job.state == "FAILED" and "every node: data: " in job.log and "verdict: none of 2" in job.log, job.log
+    assert "--exclude" not in job.log and "requeued" not in job.log, job.log

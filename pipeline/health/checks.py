@@ -1,10 +1,12 @@
 """Examine a rank's node with the parts that a run uses: versions, memory, data, cache, decoder, links to other nodes."""
 
+import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from pipeline.checkpoint.bucket import RunStore
 from pipeline.cluster.host import cuda_of_driver, memory
 from pipeline.cluster.world import World
 from pipeline.config import Config
@@ -21,6 +24,7 @@ from pipeline.hardware import GIB
 from pipeline.loader.probe import DRIVER, decoding_verdict
 from pipeline.logs.run_files import code_version
 from pipeline.shards.mixed_set import open_training_set
+from pipeline.stores.place import Place, RemotePath, parse_place
 from pipeline.stream.samples import DamagedSample
 
 clock: Callable[[], float] = time.time  # seconds since 1970
@@ -61,9 +65,8 @@ def examine_rank(config: Config, world: World, reads: bool, seconds: float) -> d
     ``seconds`` together."""
     on_gpu = world.device.type == "cuda"
     versions = {name: str(value) for name, value in code_version(config)["packages"].items()}
-    versions |= (
-        {"driver": DRIVER.read_text().split("\n")[0], "CUDA of the driver": str(cuda_of_driver())} if DRIVER.exists() else {}
-    )
+    if DRIVER.exists():
+        versions |= {"driver": DRIVER.read_text().split("\n")[0], "CUDA of the driver": str(cuda_of_driver())}
     if on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         versions |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "GPU": torch.cuda.get_device_name(world.device)}
@@ -76,9 +79,13 @@ def examine_rank(config: Config, world: World, reads: bool, seconds: float) -> d
         "faults": [],
     }
     if reads:
+        run = parse_place(config.output_dir)
         tried: dict[str, Callable[[], Any]] = {"data": lambda: read_data(config, world, seconds / 6)}
-        if config.data.cache:
-            tried["cache"] = lambda: write_and_read(Path(config.data.cache or ""))
+        tried["output_dir"] = lambda: write_and_read(
+            run if isinstance(run, RemotePath) else next(filter(Path.is_dir, (run, *run.parents)))
+        )
+        if cache := config.data.cache:
+            tried["cache"] = lambda: write_and_read(Path(cache))
         if on_gpu and config.data.decode != "cpu":
             tried["decoder"] = lambda: decoding_verdict(open_training_set(config.data.path, {}), world.device).reason
         for what, action in tried.items():
@@ -104,22 +111,33 @@ def read_data(config: Config, world: World, seconds: float) -> tuple[float, list
     return max(rates), damaged
 
 
-def write_and_read(folder: Path) -> float:
-    """Write to a folder and read it back: MB/s of the best of a few chunks. Raises OSError: as the file system."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path, content, rates = folder / f".doctor-{node_name()}-{os.getpid()}", os.urandom(_CHUNK), []
+def write_and_read(place: Place) -> float:
+    """Write to a folder or a run's store and read it back: MB/s of the best of a few chunks. Raises OSError, StoreFails: as these do, in
+    the same words on every node."""
+    path, content, rates = place / f".doctor-{node_name()}-{os.getpid()}", os.urandom(_CHUNK), list[float]()
+    store = RunStore(place).store if isinstance(place, RemotePath) else None
     try:
+        if isinstance(place, Path):
+            place.mkdir(exist_ok=True)  # the cache's, in a folder that must be there
         for _ in range(_CHUNKS):
             began = time.perf_counter()
-            with open(path, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            if path.read_bytes() != content:
-                raise OSError(f"{path} does not give back what was written to it")
+            if store:
+                store.put(path.name, content)
+                found = bytes(store.fetch(path.name).data)
+            else:
+                with open(path, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                found = Path(path).read_bytes()
+            if found != content:
+                raise OSError(errno.EIO, "what was written is not what is read")
             rates.append(2 * _CHUNK / (time.perf_counter() - began) / 1e6)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(place)) from None
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            store.delete([path.name]) if store else os.unlink(path)
     return max(rates)
 
 

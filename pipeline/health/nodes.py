@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +29,9 @@ SECONDS = 180.0  # for all of it; a third each for the meeting, for what a rank 
 _SHARE = 1 / 3  # of the median of all nodes: who has less is slow, or short of memory
 _LEAST_SHM = 1 / 16  # GiB: NCCL's buffers between the processes of a node
 _CLOCK = 1.0  # seconds from the median of all nodes' clocks
-_COLUMNS = {"memory": "GiB free", "shm": "GiB /dev/shm", "data": "data MB/s", "cache": "cache MB/s", "link": "link MB/s"}
+_RATES = ("data", "cache", "output_dir", "link")
+_COLUMNS = {"memory": "GiB free", "shm": "GiB /dev/shm", **{what: f"{what} MB/s" for what in _RATES}}
+_SHOWN = 16  # of the nodes that are well; of more, the extremes and the median
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,13 @@ def examine(config: Config, world: World, seconds: float = SECONDS) -> Verdict:
 
 
 def see_that_nodes_are_fit(config: Config, world: World) -> None:
-    """Examine all nodes and show it. Raises UserError: on every rank: a node is to be left out, or the data is damaged."""
+    """Examine all nodes and show it. Raises UserError: on every rank: something is wrong."""
     verdict = examine(config, world)
     for line in verdict.lines:
         say_once(world, line)
     if verdict.sick:
-        remedy = f"submit it again with --exclude={','.join(verdict.leave_out)}" if verdict.leave_out else "restore the data"
+        again = f"submit it again with --exclude={','.join(verdict.leave_out)}"
+        remedy = again if verdict.leave_out else "mend what is wrong on every node"
         raise UserError("the doctor finds that this job must not train as it is, see above", remedy)
 
 
@@ -131,20 +134,16 @@ def _by_node(names: list[str], reports: dict[int, Any], links: dict[int, Any]) -
 
 
 def judge(nodes: Mapping[str, dict[str, Any]]) -> Verdict:
-    """Compare the nodes with each other: with the median of all for figures, with what most have for versions and counts."""
+    """Compare the nodes with each other: with the median of all for figures, with what most have for versions and counts. What is
+    wrong on every node that answers, such as data that is not there, is no node's fault."""
     wrong: dict[str, list[str]] = {name: list(node["faults"]) for name, node in nodes.items()}
-    facts = {
-        name: {**node["versions"], **{k: str(node[k]) for k in ("CPUs", "ranks")}}
-        for name, node in nodes.items()
-        if "CPUs" in node
-    }
+    facts = {name: {**node["versions"], "CPUs": str(node["CPUs"])} for name, node in nodes.items() if "CPUs" in node}
+    for name, found in facts.items():
+        found["ranks"] = str(nodes[name]["ranks"])
     usual = {}
     for what in sorted(set().union(*facts.values())):
         usual[what] = Counter(found.get(what, "none") for found in facts.values()).most_common(1)[0][0]
-    medians = {}
-    for what in (*_COLUMNS, "clock"):
-        known = [node[what] for node in nodes.values() if isinstance(node.get(what), float)]
-        medians[what] = float(np.median(known)) if known else 0.0
+    medians = _reduced(nodes.values(), np.median)
     images = [set(node["damaged"]) for node in nodes.values() if "damaged" in node]
     of_data = set.intersection(*images) if images else set()
     all_answer = not any(node["lost"] for node in nodes.values())
@@ -162,27 +161,47 @@ def judge(nodes: Mapping[str, dict[str, Any]]) -> Verdict:
         for what, most in usual.items() if name in facts else ():
             if (found := facts[name].get(what, "none")) != most:
                 say(f"{what} {found}, where most have {most}")
-        for what, unit in _COLUMNS.items():
-            if isinstance(value := node.get(what), float) and value < _SHARE * medians[what]:
-                say(f"{value:.3g} {unit}, less than a third of the nodes' median {medians[what]:.3g}")
-        if abs(apart := node.get("clock", medians["clock"]) - medians["clock"]) > _CLOCK:
+        for what, unit in _COLUMNS.items():  # all write to one output_dir at once, and some are served first
+            if what != "output_dir" and isinstance(value := node.get(what), float) and value < _SHARE * medians[what]:
+                say(f"{_short(value)} {unit}, less than a third of the nodes' median {_short(medians[what])}")
+        if "clock" in node and abs(apart := node["clock"] - medians["clock"]) > _CLOCK:
             say(f"its clock is {apart:+.1f} s from the nodes' median")
         if here := [sentence for sentence in node.get("damaged", []) if sentence not in of_data]:
             say(f"{counted(len(here), 'image')} it reads damaged, unlike the others: {here[0]}")
-    leave_out = [name for name, sentences in wrong.items() if sentences]
-    lines = _table(nodes, wrong) + [f"{name}: {sentence}" for name in leave_out for sentence in wrong[name]]
+    same = {each: [name for name in nodes if each in wrong[name]] for sentences in wrong.values() for each in sentences}
+    of_all = {sentence for sentence, names in same.items() if 1 < len(names) == len(facts)}
+    leave_out = [name for name in nodes if not of_all.issuperset(wrong[name])]
+    lines = _table(nodes, leave_out)
+    lines += [f"{'every node' if sentence in of_all else ', '.join(names)}: {sentence}" for sentence, names in same.items()]
     if of_data:
         lines.append(f"the data itself, on every node: {counted(len(of_data), 'damaged image')}: {min(of_data)}")
     lines.append(f"verdict: {len(leave_out) or 'none'} of {counted(len(nodes), 'node')} to leave out")
-    return Verdict(lines + ([f"--exclude={','.join(leave_out)}"] if leave_out else []), leave_out, bool(leave_out or of_data))
+    lines += [f"--exclude={','.join(leave_out)}"] * bool(leave_out)
+    return Verdict(lines, leave_out, bool(leave_out or of_data or of_all))
 
 
-def _table(nodes: Mapping[str, dict[str, Any]], wrong: Mapping[str, list[str]]) -> list[str]:
+def _reduced(nodes: Iterable[Mapping[str, Any]], reduce: Callable[[list[float]], Any]) -> dict[str, Any]:
+    """One figure of all nodes' for each column, without those that none of the nodes has."""
+    nodes = list(nodes)
+    known = {what: [node[what] for node in nodes if isinstance(node.get(what), float)] for what in (*_COLUMNS, "clock")}
+    return {what: float(reduce(figures)) for what, figures in known.items() if figures}
+
+
+def _table(nodes: Mapping[str, dict[str, Any]], leave_out: list[str]) -> list[str]:
+    """A row for each node, first those to leave out."""
+    well = {name: node for name, node in nodes.items() if name not in leave_out}
+    if len(well) > _SHOWN:
+        reduced: dict[str, Callable[..., Any]] = {"least": min, "median": np.median, "most": max}
+        well = {f"{len(well)} others, {what}": _reduced(well.values(), reduce) for what, reduce in reduced.items()}
     rows = [["node", "ranks", "device", "CPUs", *_COLUMNS.values(), "clock ms", ""]]
-    for name, node in nodes.items():
-        figures = [f"{node[what]:.3g}" if isinstance(node.get(what), float) else "" for what in _COLUMNS]
-        ticks = f"{1000 * node['clock']:+.1f}" if "clock" in node else ""
-        place = [name, str(node["ranks"]), node.get("device", ""), str(node.get("CPUs", ""))]
-        rows.append([*place, *figures, ticks, "leave out" if wrong[name] else "ok"])
+    for name, node in {**{name: nodes[name] for name in leave_out}, **well}.items():
+        figures = [_short(node[what]) if isinstance(node.get(what), float) else "" for what in _COLUMNS]
+        ticks = f"{1000 * node['clock']:+,.1f}" if "clock" in node else ""
+        place = (str(node.get(what, "")) for what in ("ranks", "device", "CPUs"))
+        rows.append([name, *place, *figures, ticks, "leave out" if name in leave_out else "ok"])
     wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(size) for cell, size in zip(row, wide)).rstrip() for row in rows]
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
