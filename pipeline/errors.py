@@ -63,10 +63,9 @@ def without_secrets(text: str, is_url: bool = False) -> str:
 def check_no_secrets(name: str, text: str) -> None:
     """Raise a UserError, about ``name``, if a text has a URL with a user or a password, or is one."""
     if without_secrets(text, is_url=re.match(r"\S+://", text) is not None) != text:
-        raise UserError(
-            f"{without_secrets(name, is_url=True)} must not hold a user or a password, which configs and logs would keep",
-            "remove them; the repository's docs/remote.md says which variables and files credentials are read from",
-        )
+        problem = f"{without_secrets(name, is_url=True)} must not hold a user or a password, which configs and logs would keep"
+        remedy = "remove them; the repository's docs/remote.md says which variables and files credentials are read from"
+        raise UserError(problem, remedy)
 
 
 def missing_extra(user: str, package: str, extra: str, otherwise: str = "", error: Exception | None = None) -> UserError:

@@ -99,9 +99,8 @@ def convolved(layer: Layer, images: Tensor) -> Tensor:
 
 
 def _new_layer(width: int, heads: int = 9) -> Layer:
-    return Layer(
-        PeripheralAttention(width, heads).double(), PeripheralPosition(heads, 0, 1).double(), DistanceScales(4 * heads).double()
-    )
+    attention, position = PeripheralAttention(width, heads), PeripheralPosition(heads, 0, 1)
+    return Layer(attention.double(), position.double(), DistanceScales(4 * heads).double())
 
 
 class ExtremesChapter(PeripheralChapter):

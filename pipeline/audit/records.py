@@ -202,9 +202,7 @@ def _places(logs: list[Path]) -> dict[int, list[tuple[Path, int]]]:
                 if (row := parse_row(line)) and is_count(start := row.get("start")):
                     places[row["step"]][start, path] = at
                 at += len(line)
-    return {
-        step: [(path, at) for (start, path), at in lines.items() if start == max(lines)[0]] for step, lines in places.items()
-    }
+    return {step: [(path, at) for (start, path), at in each.items() if start == max(each)[0]] for step, each in places.items()}
 
 
 def _logged(path: Path, place: int) -> dict[tuple[int, int], tuple[int, str]]:

@@ -94,10 +94,8 @@ def choose(records: Records, count: int, longest: int, steps: Sequence[int], pro
         first = max((at for at in before if at < step), default=0)
         if not 0 < step <= end or window(first).last < step:
             got = f"got {step}: after step {first}, those to {window(first).last} can be" if 0 < step <= end else f"got {step}"
-            raise UserError(
-                f"--steps must be steps of the run, 1 to {end}, that can be trained again, {got}",
-                "set --processes or --longest",
-            )
+            problem = f"--steps must be steps of the run, 1 to {end}, that can be trained again, {got}"
+            raise UserError(problem, "set --processes or --longest")
     if steps:
         return [window(first) for first in sorted({max(at for at in before if at < step) for step in steps})]
     others = random.sample(before[:-1], min(count - 1, len(before) - 1)) if count > 1 and before else []

@@ -109,15 +109,11 @@ def _checked(qkv: Tensor, log_phi: Tensor, head_dim: int) -> tuple[Tensor, Tenso
 
     The kernels take the shapes on trust, and would read past the end of another log Φp.
     """
-    torch._check(
-        qkv.ndim == 5 and qkv.shape[2] == 3,
-        lambda: f"q, k and v must be packed as (B, N, 3, heads, width), got the shape {tuple(qkv.shape)}",
-    )
+    packed = qkv.ndim == 5 and qkv.shape[2] == 3
+    torch._check(packed, lambda: f"q, k and v must be packed as (B, N, 3, heads, width), got the shape {tuple(qkv.shape)}")
     batch, tokens, _, heads, width = qkv.shape
-    torch._check(
-        log_phi.shape == (heads, tokens, tokens),
-        lambda: f"log_phi must be (heads, N, N) = {(heads, tokens, tokens)}, got the shape {tuple(log_phi.shape)}",
-    )
+    fits, found = (heads, tokens, tokens), tuple(log_phi.shape)
+    torch._check(found == fits, lambda: f"log_phi must be (heads, N, N) = {fits}, got the shape {found}")
     torch._check(0 < head_dim <= width, lambda: f"head_dim must be from 1 to the width {width}, got {head_dim}")
     return qkv.new_empty(batch, tokens, heads, width), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
 

@@ -257,9 +257,8 @@ class RunLog:
         begin = f"step {step}/{self._last_step} epoch {self._schedule.epoch(step):.2f} loss {loss:.4f}"
         assert self._pace  # from the first step on
         (first, began), left = self._pace, ""
-        if (
-            first < step < self._last_step
-        ):  # from this start, evaluations and checkpoints included, without its first step, which is slow
+        # Of this start, evaluations and checkpoints included, without its first step, which is slow.
+        if first < step < self._last_step:
             left = f"{console.duration((time.perf_counter() - began) / (step - first) * (self._last_step - step))} left"
         self.say(shortened([begin, *parts, left], least, sys.stdout))
 

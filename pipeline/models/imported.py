@@ -27,9 +27,8 @@ def build_imported(path: str, name: str, **options: Any) -> WrappedClassifier:
     not make a classifier, or one that a run cannot save or continue."""
     model = build_wrapped(WrappedClassifier, partial(call, path), partial(_checked, path), name, **options)
     if changed := model.trial.changed:
-        raise UserError(
-            f"{name} changes its buffer {changed[0]} in a forward pass, which would differ between processes", _REMEDY
-        )
+        problem = f"{name} changes its buffer {changed[0]} in a forward pass, which would differ between processes"
+        raise UserError(problem, _REMEDY)
     return model
 
 

@@ -112,9 +112,8 @@ def build_engine(model: Model, config: Config, world: World, optimizer: torch.op
         # Its caution about optimizers that it does not know, which are tried here.
         logging.getLogger("DeepSpeed").addFilter(lambda record: "ZeRO with an untested optimizer" not in record.getMessage())
         with _groups_with_timeout(config.distributed.collective_timeout):
-            engine: Engine[Model] = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=deepspeed_config(config, world.size)
-            )[0]
+            settings = deepspeed_config(config, world.size)
+            engine: Engine[Model] = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
     if engine.zero_optimization_stage() in (1, 2):
         skip_on_the_device(engine.optimizer)
         if world.device.type == "cuda":

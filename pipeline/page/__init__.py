@@ -113,10 +113,7 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
     names = [section.name or f"s{number}" for number, section in enumerate(sections)]
     contents = [html('<a href="#{}">{}</a>', name, section.title) for name, section in zip(names, sections)]
     details = '<details class="section" id="{}"{}><summary><h2>{}</h2></summary>{}</details>'
-    body = [
-        html(details, name, "" if section.closed else " open", section.title, section.body)
-        for name, section in zip(names, sections)
-    ]
+    body = [html(details, name, "" if one.closed else " open", one.title, one.body) for name, one in zip(names, sections)]
     listed = html('<ul class="notes">{}</ul>', [html("<li>{}</li>", note) for note in notes]) if notes else ""
     scripts = [_resource("page.js")]
     if plots:

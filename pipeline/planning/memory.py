@@ -193,9 +193,8 @@ def _loader_bytes(config: Config, on_gpu: bool) -> int:
 
 def trained_parameters(config: Config) -> int:
     """How many numbers the model learns."""
-    return _trained_parameters(
-        config.model.model_dump_json(), config.train.model_dump_json(include={"activation_checkpointing", "freeze"})
-    )
+    train = config.train.model_dump_json(include={"activation_checkpointing", "freeze"})
+    return _trained_parameters(config.model.model_dump_json(), train)
 
 
 @lru_cache(maxsize=128)

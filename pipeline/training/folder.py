@@ -184,10 +184,8 @@ def _not_writable(run_dir: Path, error: OSError) -> UserError:
 
 
 def _is_held(run_dir: Path, holder: Holder) -> UserError:
-    return UserError(
-        f"{run_dir} is being trained by {holder}, and a folder can have only one run at a time",
-        "wait for it, stop it, or choose another output_dir",
-    )
+    problem = f"{run_dir} is being trained by {holder}, and a folder can have only one run at a time"
+    return UserError(problem, "wait for it, stop it, or choose another output_dir")
 
 
 def _write(descriptor: int, text: str) -> None:

@@ -42,9 +42,8 @@ def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
         _write_dump(run, step, folder, result)
     except UserError as error:
         raise UserError(f"{sentence}; what reproduces the step could not be written: {error}") from None
-    raise UserError(
-        f"{sentence}; {folder / REPORT} names the samples, and pervit train --config {folder / 'config.yaml'} repeats the step."
-    )
+    again = f"pervit train --config {folder / 'config.yaml'} repeats the step"
+    raise UserError(f"{sentence}; {folder / REPORT} names the samples, and {again}.")
 
 
 def _write_dump(run: Run, step: int, folder: Path, result: StepResult) -> None:

@@ -116,10 +116,8 @@ class PosMLP(VisionModel):
         self.stages: ModuleList[Stage] = ModuleList([])
         for i, (depth, ratio) in enumerate(zip(DEPTHS, RATIOS)):
             before, channels = merging(width * 2 ** (i - 1)) if i else nn.Identity(), width * 2**i
-            blocks = [
-                GatedBlock(channels, ratio, windows[i], groups[i], switches, POSMLP_CODE, switches.block_dropout)
-                for _ in range(depth)
-            ]
+            block = partial(GatedBlock, channels, ratio, windows[i], groups[i], switches, POSMLP_CODE, switches.block_dropout)
+            blocks = [block() for _ in range(depth)]
             self.stages.append(Stage(before, blocks, windows[i]))
         self.norm = nn.LayerNorm(channels, eps=NORM_EPS)
         self.head = nn.Linear(channels, settings.num_classes)
