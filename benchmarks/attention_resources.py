@@ -16,15 +16,17 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pipeline.kernels import fused, gradient_tiles, tiles
+from pipeline.kernels import fused, gradient_tiles, phi, tiles
 from pipeline.kernels.peripheral import aligned_width
 
+PHI_KERNELS = ("phi_forward", "phi_backward")
 KERNELS = ("forward", "query_gradient", "key_value_gradient", "phi_gradient")
 CAPABILITIES = (80, 90, 100)  # A100, H100 and H200, B200
 TOKENS = 196
@@ -56,13 +58,28 @@ def compiled(
     """Compile a kernel for the projection (B, N, 3, heads, aligned width) that the models pass."""
     function = getattr(tiles if kernel == "forward" else gradient_tiles, kernel)
     qkv = torch.empty(2, tokens, 3, heads, aligned_width(width, torch.device("cuda")), dtype=dtype, device="meta")
-    phi = torch.empty(tokens, heads, tokens, device="meta").transpose(0, 1)  # as Φp's network returns it
-    _, arguments = fused.launch(kernel, (capability // 10, capability % 10), qkv, phi, width)
-    options = {name: arguments.pop(name) for name in ("num_warps", "num_stages")}
+    log_phi = torch.empty(tokens, heads, tokens, device="meta").transpose(0, 1)  # as Φp's network returns it
+    _, arguments = fused.launch(kernel, (capability // 10, capability % 10), qkv, log_phi, width)
     types = {
         name: "constexpr" if name in arguments else "i32" if name in ("images", "groups") else _TYPES[dtype]
         for name in function.arg_names
     } | {name: "*fp32" for name in _SUMS if name in function.arg_names}
+    return _resources(function, types, arguments, capability)
+
+
+def compiled_phi(kernel: str, heads: int, capability: int, side: int = 14, layers: int = 12) -> Resources:
+    """Compile a kernel of Φp for a grid of side * side tokens."""
+    function = getattr(phi, kernel)
+    distance = torch.empty(side**2, 1, side + 4, side + 4, device="meta")
+    kernel1 = torch.empty(layers * 4 * heads, 1, 3, 3, device="meta")
+    kernel2 = torch.empty(layers * heads, 4 * heads, 3, 3, device="meta")
+    _, arguments = phi.launch(kernel, distance, kernel1, kernel2, 1e-5)
+    types = {name: "constexpr" if name in arguments else "*fp32" for name in function.arg_names}
+    return _resources(function, types, arguments, capability)
+
+
+def _resources(function: Any, types: dict[str, str], arguments: dict[str, Any], capability: int) -> Resources:
+    options = {name: arguments.pop(name) for name in ("num_warps", "num_stages") if name in arguments}
     # PyTorch's allocations begin at multiples of 16 bytes, which Triton sees at the launch.
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if types[name].startswith("*")}
     source = ASTSource(function, types, arguments, aligned)
@@ -114,6 +131,10 @@ def main() -> None:
             cells = [compiled(kernel, heads, width, capability) for kernel in KERNELS]
             texts = [f"{c.registers} / {c.spilled} / {c.shared / 1024:.0f} / {c.warps} / {c.narrow}" for c in cells]
             print(f"| {name} | {heads} x {width} |", " | ".join(texts), "|", flush=True)
+        for name, heads in sorted({(name, heads) for name, heads, _ in shapes}):
+            cells = [compiled_phi(kernel, heads, capability) for kernel in PHI_KERNELS]
+            texts = [f"{c.registers} / {c.spilled} / {c.shared / 1024:.0f} / {c.warps} / {c.narrow}" for c in cells]
+            print(f"{name}, {' and '.join(PHI_KERNELS)}: {', '.join(texts)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ NAME = "pervit::phi_maps"
 CHUNK = SMALLEST_BLOCK  # channels at a time
 
 
-def launch(kernel: str, distance: Tensor, kernel1: Tensor, kernel2: Tensor) -> tuple[int, dict[str, Any]]:
+def launch(kernel: str, distance: Tensor, kernel1: Tensor, kernel2: Tensor, eps: float) -> tuple[int, dict[str, Any]]:
     """Programs, and the keyword arguments of a kernel's launch."""
     rows, columns = (int(size) - 4 for size in distance.shape[-2:])
     hidden, layers = int(kernel2.shape[1]), int(kernel1.shape[0]) // int(kernel2.shape[1])
@@ -38,46 +38,46 @@ def launch(kernel: str, distance: Tensor, kernel1: Tensor, kernel2: Tensor) -> t
         "KEYS": max(SMALLEST_BLOCK, triton.next_power_of_2(rows * columns)),
         "OUTPUTS": max(SMALLEST_BLOCK, triton.next_power_of_2(heads)),
         "CHANNELS": CHUNK,
-        "EPS": 1e-5,
+        "EPS": eps,
         "PRECISION": "tf32x3",
         "num_warps": min(16, max(4, positions // 32)),
     }
 
 
-def _maps(distance: Tensor, kernel1: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, kernel2: Tensor) -> Tensor:
-    programs, arguments = launch("phi_forward", distance, kernel1, kernel2)
-    out = _empty(distance, kernel1, shift, weight, bias, kernel2)
+def _maps(
+    distance: Tensor, kernel1: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, kernel2: Tensor, eps: float
+) -> Tensor:
+    out = _empty(distance, kernel1, shift, weight, bias, kernel2, eps)
+    programs, arguments = launch("phi_forward", distance, kernel1, kernel2, eps)
+    inputs = [each.contiguous() for each in (distance, kernel1, weight, bias, kernel2)]
     with torch.cuda.device_of(distance):
-        wrap_triton(phi_forward)[(programs,)](distance, kernel1, weight, bias, kernel2, out, **arguments)
+        wrap_triton(phi_forward)[(programs,)](*inputs, out, **arguments)
     return out
 
 
-def _empty(distance: Tensor, kernel1: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, kernel2: Tensor) -> Tensor:
-    tokens, _, rows, columns = distance.shape  # the kernels take shapes on trust
-    torch._check(
-        tokens == (rows - 4) * (columns - 4) and kernel1.shape[1:] == (1, 3, 3) and kernel2.shape[2:] == (3, 3),
-        lambda: (
-            f"distances of {tokens} queries {tuple(distance.shape)} and kernels {kernel1.shape}, {kernel2.shape} do not fit"
-        ),
-    )
-    torch._check(
-        kernel1.shape[0] == weight.shape[0] == bias.shape[0] and kernel1.shape[0] % kernel2.shape[1] == 0,
-        lambda: (
-            f"kernels {kernel1.shape} and {kernel2.shape} must have layers times as many channels, as the norm {weight.shape}"
-        ),
-    )
-    return distance.new_empty(tokens, kernel2.shape[0], rows - 4, columns - 4)
+def _empty(
+    distance: Tensor, kernel1: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, kernel2: Tensor, eps: float
+) -> Tensor:
+    tokens, _, rows, columns = distance.shape
+    channels, (outputs, hidden, *_) = len(kernel1), kernel2.shape
+    layers = channels // hidden
+    fit = [(tokens, 1, rows, columns), (channels, 1, 3, 3), (channels,), (channels,), (outputs, hidden, 3, 3)]
+    found = [tuple(each.shape) for each in (distance, kernel1, weight, bias, kernel2)]
+    whole = tokens == (rows - 4) * (columns - 4) and channels == layers * hidden and outputs % layers == 0
+    # The kernels take the shapes on trust, and would read past a tensor's end.
+    torch._check(whole and found == fit, lambda: f"the shapes of distances, kernels and norm must fit together, got {found}")
+    return distance.new_empty(tokens, outputs, rows - 4, columns - 4)
 
 
 def _gradients(
-    distance: Tensor, kernel1: Tensor, weight: Tensor, bias: Tensor, kernel2: Tensor, dout: Tensor
+    distance: Tensor, kernel1: Tensor, weight: Tensor, bias: Tensor, kernel2: Tensor, dout: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs = (kernel1, weight, bias, kernel2)
-    programs, arguments = launch("phi_backward", distance, kernel1, kernel2)
-    by_key = dout.unflatten(1, (-1, arguments["HEADS"])).flatten(3).mT.contiguous()  # (N, layers, H * W, heads)
-    parts = [distance.new_empty((len(distance), *each.shape)) for each in inputs]
+    programs, arguments = launch("phi_backward", distance, kernel1, kernel2, eps)
+    by_key = dout.unflatten(1, (-1, arguments["HEADS"])).flatten(3).mT  # (N, layers, H * W, heads)
+    inputs = [each.contiguous() for each in (distance, kernel1, weight, bias, kernel2, by_key)]
+    parts = [distance.new_empty((len(distance), *each.shape)) for each in inputs[1:5]]  # of each query
     with torch.cuda.device_of(distance):
-        wrap_triton(phi_backward)[(programs,)](distance, *inputs, by_key, *parts, **arguments)
+        wrap_triton(phi_backward)[(programs,)](*inputs, *parts, **arguments)
     dkernel1, dweight, dbias, dkernel2 = (part.sum(0) for part in parts)
     return dkernel1, dweight, dbias, dkernel2
 
@@ -85,18 +85,19 @@ def _gradients(
 phi_maps = make_operator(NAME, _maps, mutates_args=())
 gradients = make_operator(f"{NAME}_backward", _gradients, mutates_args=())
 phi_maps.register_fake(_empty)
-gradients.register_fake(lambda distance, *learned: tuple(torch.empty_like(each) for each in learned[:4]))
+gradients.register_fake(lambda _distance, *learned: tuple(each.new_empty(each.shape) for each in learned[:4]))
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    distance, kernel1, shift, *rest = inputs
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    distance, kernel1, shift, *rest, ctx.eps = inputs
     ctx.save_for_backward(shift, distance, kernel1, *rest)
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     shift, *inputs = ctx.saved_tensors
-    dkernel1, *rest = gradients(*inputs, dout)
-    return None, dkernel1, torch.zeros_like(shift), *rest  # the norm removes what is the same at all positions
+    dkernel1, *rest = gradients(*inputs, dout, ctx.eps)
+    # What is the same at all positions, the norm removes.
+    return None, dkernel1, torch.zeros_like(shift), *rest, None
 
 
 phi_maps.register_autograd(_backward, setup_context=_keep)

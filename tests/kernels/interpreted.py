@@ -273,6 +273,6 @@ def test_pytorch_checks_the_operator_of_phi() -> None:
     """Guards against a schema, shapes or strides that PyTorch is told and that are not so, and against reading past a tensor's end."""
     distance = position_distances(2, 2, torch.device("cpu"), torch.float32)
     learned = [torch.randn(size, requires_grad=True) for size in ((16, 1, 3, 3), 16, 16, 16, (4, 8, 3, 3))]
-    torch.library.opcheck(torch.ops.pervit.phi_maps.default, (distance, *learned))
-    with pytest.raises(RuntimeError, match="do not fit"):
-        torch.ops.pervit.phi_maps(distance[:3], *learned)
+    torch.library.opcheck(torch.ops.pervit.phi_maps.default, (distance, *learned, 1e-5))
+    with pytest.raises(RuntimeError, match="must fit together"):
+        torch.ops.pervit.phi_maps(distance[:3], *learned, 1e-5)

@@ -13,7 +13,16 @@ from torch._subclasses import FakeTensorMode
 triton = pytest.importorskip("triton", reason="needs Triton, which the extra `test` installs")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from benchmarks.attention_resources import CAPABILITIES, KERNELS, MAX_SHARED, MAX_SPILLED, compiled, head_widths  # noqa: E402
+from benchmarks.attention_resources import (  # noqa: E402
+    CAPABILITIES,
+    KERNELS,
+    MAX_SHARED,
+    MAX_SPILLED,
+    PHI_KERNELS,
+    compiled,
+    compiled_phi,
+    head_widths,
+)  # noqa: E402
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -33,6 +42,15 @@ def test_the_widest_head_fits() -> None:
     for kernel in KERNELS:
         found = compiled(kernel, heads=4, width=70, capability=90)
         assert found.shared <= MAX_SHARED[90] and found.spilled <= MAX_SPILLED[90] and not found.atomic, (kernel, found)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("heads", [4, 12])
+def test_the_maps_of_phi_fit(heads: int, capability: int) -> None:
+    """Guards against the same in the kernels of Φp, which spilled kilobytes while their nine taps were unrolled."""
+    for kernel in PHI_KERNELS:
+        found = compiled_phi(kernel, heads, capability)
+        assert found.shared <= MAX_SHARED[capability] and found.spilled == 0 and not found.atomic, (kernel, found)
 
 
 def test_head_widths_are_those_of_the_supplement() -> None:

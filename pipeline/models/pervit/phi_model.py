@@ -1,8 +1,9 @@
 """Compute the peripheral position encoding Φp once per forward pass, for all images: the base class of models that have it.
 
 On a GPU the layers' networks, which have one shape, are groups of the channels of one network: about 34 operators a layer, forward and
-backward, become 64 for all of them, which matters where launching a small kernel takes longer than running it. Not on a CPU, where the
-maps of one layer stay in a cache and those of all do not: 12 layers of PerViT-T take 2.3 times as long as one after the other.
+backward, become 64 for all of them, which matters where launching a small kernel takes longer than running it; the published design's convolutions
+are kernels of their own (:mod:`pipeline.kernels.phi`). Not on a CPU, where the maps of one layer stay in a cache and those of all do not:
+12 layers of PerViT-T take 2.3 times as long as one after the other.
 """
 
 from __future__ import annotations
@@ -36,20 +37,21 @@ def grouped_log_phi(
     def normalized(maps: Tensor, name: str) -> Tensor:
         return F.instance_norm(maps, weight=together(f"{name}.weight"), bias=together(f"{name}.bias"), eps=position.NORM_EPS)
 
-    first, first_bias = together("projection1.weight"), together("projection1.bias")
+    two, first = layers[0].layers == 2, together("projection1.weight")
     with torch.autocast(distance.device.type, enabled=False):  # as each layer by itself
-        if layers[0].layers == 2 and suits_kernels(distance, first):
-            scaled = position.scaled(distance, scale, offset, first, first_bias)
+        if two and suits_kernels(distance, first):
+            scaled = position.scaled(distance, scale, offset, first, together("projection1.bias"))
             rest = [together(name) for name in ("norm1.weight", "norm1.bias", "projection2.weight")]
-            r = torch.ops.pervit.phi_maps(distance, *scaled, *rest) + together("projection2.bias")[:, None, None]
-            r = normalized(r, "norm2")
+            r = torch.ops.pervit.phi_maps(distance, *scaled, *rest, position.NORM_EPS)
+            r = r + together("projection2.bias")[:, None, None]  # (N, layers * heads, H, W)
         else:
-            r = position.project_distances(distance, scale, offset, first, first_bias)
+            r = position.project_distances(distance, scale, offset, first, together("projection1.bias"))
             r = normalized(r, "norm1")  # (N, layers * hidden, ...)
-            if layers[0].layers == 2:
+            if two:
                 weight, bias = together("projection2.weight"), together("projection2.bias")
                 r = F.conv2d(F.relu(r, inplace=True), weight, bias, groups=len(layers))  # the norm does not need its output
-                r = normalized(r, "norm2")  # (N, layers * heads, H, W)
+        if two:
+            r = normalized(r, "norm2")
         maps = F.logsigmoid(r).flatten(2).transpose(0, 1).contiguous()  # (layers * heads, N, N)
         return maps.unflatten(0, (len(layers), -1)).unbind(0)
 
