@@ -22,7 +22,7 @@ _ASKED = os.environ.get(SWITCH, AUTO)
 _INTERPRETED = os.environ.get(INTERPRETER, "").lower() in ("1", "true", "on", "yes", "y")
 
 MAX_WIDTH = 128  # channels of a head: more would need smaller tiles
-MAX_POSITIONS = 1024  # of the maps that a program of Φp holds in registers: images of 480 pixels
+MAX_POSITIONS = 256  # of Φp's hidden maps: a program holds them in registers, those of images of 224 pixels without spills
 CAPABILITY = (8, 0)  # the oldest GPUs that the tests compile the kernels for, Ampere
 _ALIGNMENT = 8  # channels of a head on CUDA
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
