@@ -19,8 +19,7 @@ from pipeline.checkpoint.parts import find_gaps, find_not_finite
 from pipeline.config import Config, config_from_dict
 from pipeline.errors import counted
 from pipeline.loader.batches import TrainBatches
-from pipeline.logs.run_files import code_version
-from pipeline.logs.sample_log import augmentation_digests
+from pipeline.logs.run_files import augmentation_digests, code_version
 from pipeline.optim.build import learning_rate
 from pipeline.runs import CONFIG, METRICS, SAMPLES
 from pipeline.runs.files import RunFiles

@@ -1,6 +1,7 @@
 """Give the training stream to loops of any kind: ``from pipeline import ImageLoader``."""
 
 import hashlib
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
 from pipeline.cluster.environment import read_rank, share_of_node
 from pipeline.cluster.world import World
@@ -20,11 +23,11 @@ from pipeline.errors import UserError
 from pipeline.loader.epochs import EpochBatches, per_sample, sample_weights
 from pipeline.loader.loader import Batch, Loader
 from pipeline.loader.probe import usable_decoding
-from pipeline.loader.random_access import RandomAccess
 from pipeline.loader.reader import BadSamples
 from pipeline.shards.files.cached import CachedFiles, cache_of
 from pipeline.shards.mixed_set import MixedSet, open_training_set
 from pipeline.shards.shard_set import ShardSet
+from pipeline.stream.samples import DamagedSample, Samples
 
 
 class ImageBatch(tuple):
@@ -47,6 +50,37 @@ class ImageBatch(tuple):
     @property
     def mixed(self) -> Tensor:
         return self._mix()
+
+
+class RandomAccess(Dataset):
+    """``(image, label)`` of each sample: the whole image, (3, H, W) uint8 on the CPU, not augmented, and an integer, or what ``labels`` has.
+
+    Args:
+        opened: opens the set: in workers of a DataLoader that are started anew, which cannot get open files.
+        labels: (samples,) or (samples, k); None: the classes.
+        samples: the set, if it is open.
+    """
+
+    def __init__(self, opened: Callable[[], Samples], labels: np.ndarray | None, samples: Samples | None = None) -> None:
+        self._opened, self._labels, self._samples = opened, labels, samples or opened()
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        """Raises IndexError: there is no such sample; UserError: it cannot be read or decoded."""
+        at = range(len(self))[index]
+        label = self._samples.samples[np.array([at])]["label"].astype(np.int64) if self._labels is None else self._labels[[at]]
+        try:
+            encoded = io.BytesIO(self._samples.read(at).tobytes())
+            pixels = np.array(Image.open(encoded).convert("RGB"))  # (H, W, 3); EXIF's orientation is ignored, as in training
+        except (DamagedSample, OSError) as error:
+            damage = error if isinstance(error, DamagedSample) else self._samples.damaged(at, f"cannot be decoded ({error})")
+            raise UserError(str(damage), "restore the file") from None
+        return torch.from_numpy(pixels).permute(2, 0, 1), label[0].item() if label.ndim == 1 else torch.from_numpy(label[0])
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self._opened, self._labels)
 
 
 class ImageLoader:

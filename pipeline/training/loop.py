@@ -1,19 +1,25 @@
 """Train a run to its end: steps, evaluations, checkpoints."""
 
+import dataclasses
+import json
 import time
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
+from pipeline.checkpoint.saver import Saver
+from pipeline.cluster.agreement import Agreement, do_in_main
 from pipeline.cluster.environment import StopSignal, has_agent
 from pipeline.cluster.heartbeat import Heartbeat
 from pipeline.cluster.rendezvous import disconnect, init_world
 from pipeline.cluster.world import World
-from pipeline.config import Config, Recipe
-from pipeline.errors import PREEMPTED
+from pipeline.config import Config, Recipe, config_to_yaml
+from pipeline.errors import PREEMPTED, UserError, first_few
+from pipeline.files import replace_text, write_error
 from pipeline.inference.evaluation import evaluate
 from pipeline.loader.loader import Batch
 from pipeline.logs import pictures, tensorboard
@@ -21,14 +27,15 @@ from pipeline.logs.console import say_once, stage
 from pipeline.metrics import Metric, record, recording
 from pipeline.optim.build import learning_rate
 from pipeline.step.precision import make_deterministic, refusals_explained
-from pipeline.step.train_step import train_step
+from pipeline.step.train_step import StepResult, train_step
 from pipeline.training.building import check_alone
 from pipeline.training.dry_run import dry_run
-from pipeline.training.nonfinite import skip_or_stop
 from pipeline.training.start import Start
 from pipeline.training.state import Run
 
 _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
+FOLDER, REPORT = "nonfinite", "report.json"  # of a step whose gradient is not finite
+_SHOWN = 8  # losses in a message; the report has all
 
 
 def connect_and_train(
@@ -237,3 +244,67 @@ def note_results(run: Run, results: dict[str, dict[str, Any]]) -> bool:
         return False
     run.best = {"top1": result["top1"], "step": run.step, "weights": weights}
     return run.config.checkpoint.keep_best
+
+
+def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
+    """Count a step that was skipped, or stop, with the run in the state before the step: none has changed the weights since.
+    Collective. Raises UserError: more than ``train.max_skipped_steps``. ``nonfinite/step-...`` in the run folder is then a run
+    folder itself: the state before the step, a config that repeats this step alone, a report of every sample and loss."""
+    run.skipped_steps += 1
+    losses = [loss for part in run.world.gather([loss.item() for loss in result.losses]) for loss in part]
+    shown = first_few([f"{loss:.4g}" for loss in losses], _SHOWN)
+    allowed = run.config.train.max_skipped_steps
+    if run.skipped_steps <= allowed:
+        said = f"step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown})"
+        run.log.warn(f"{said}; {run.skipped_steps} of {allowed} that train.max_skipped_steps allows")
+        return
+    run.step = step - 1
+    run.train_state.batchnorm.restore()  # the next step's passes may have begun
+    what = f"at step {step} the gradient is not finite (losses of its micro-batches: {shown})"
+    remedy = "lower optim.lr, raise optim.warmup_epochs, set optim.clip_grad_norm or raise train.max_skipped_steps"
+    sentence = f"{what}, and train.max_skipped_steps is {allowed}: {remedy}"
+    if (run.folder / REPORT).exists():  # this run repeats such a step
+        raise UserError(f"{sentence}; {run.folder / REPORT} names the samples.")
+    folder = run.folder / FOLDER / f"step-{step:08d}"
+    try:
+        run.saver.finish()  # a checkpoint in progress is from before this step
+        _write_dump(run, step, folder, result)
+    except UserError as error:
+        raise UserError(f"{sentence}; what reproduces the step could not be written: {error}") from None
+    raise UserError(
+        f"{sentence}; {folder / REPORT} names the samples, and pervit train --config {folder / 'config.yaml'} repeats the step."
+    )
+
+
+def _write_dump(run: Run, step: int, folder: Path, result: StepResult) -> None:
+    rows = [
+        {
+            "rank": run.world.rank,
+            "micro_batch": number,
+            "loss": repr(loss.item()),  # JSON has no NaN
+            "keys": [run.train_set.key(sample) for sample in request.index.tolist()],
+            "labels": request.label.tolist(),
+            "epoch": request.epoch.tolist(),
+            "position": request.position.tolist(),
+        }
+        for number, (request, loss) in enumerate(zip(result.requests, result.losses))
+    ]
+    of_ranks = run.world.gather(rows)
+    report = {"step": step, "world_size": run.world.size, "data": str(run.train_set.folder)}
+    report["micro_batches"] = [row for rows in of_ranks for row in rows]
+
+    def write() -> None:
+        config = run.config.with_values({"output_dir": str(folder), "train.max_steps": step})
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / REPORT, json.dumps(report, indent=1) + "\n")
+            replace_text(folder / "config.yaml", config_to_yaml(config))
+        except OSError as error:
+            raise write_error(Path(error.filename or folder), error) from None
+
+    do_in_main(write, run.world)
+    agreement = Agreement(run.config.distributed.collective_timeout)  # a separate one: the run's counts the run's saves
+    saver = Saver(folder, run.world, run.config.checkpoint, agreement, partial(run.heartbeat.still, "saving"))
+    before = dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1)
+    saver.save(run.train_state.engine, run.train_state.ema, before)
+    saver.finish()

@@ -21,9 +21,8 @@ from pipeline.logs import pictures
 from pipeline.logs.console import say_once
 from pipeline.logs.profiling import StepProfiler
 from pipeline.logs.reduction import StoreReport
-from pipeline.logs.run_files import RunEvents, write_run_files
+from pipeline.logs.run_files import RunEvents, SampleLog, write_run_files
 from pipeline.logs.run_log import RunLog
-from pipeline.logs.sample_log import SampleLog
 from pipeline.models.flops import FlopRow
 from pipeline.optim.build import optimizer_description
 from pipeline.runs.state import is_complete

@@ -19,9 +19,8 @@ from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Loader
 from pipeline.loader.trial import SizedLoader
 from pipeline.logs.profiling import StepProfiler
-from pipeline.logs.run_files import RunEvents
+from pipeline.logs.run_files import RunEvents, SampleLog
 from pipeline.logs.run_log import RunLog
-from pipeline.logs.sample_log import SampleLog
 from pipeline.metrics import Metric
 from pipeline.runs.state import is_complete
 from pipeline.shards.mixed_set import MixedSet

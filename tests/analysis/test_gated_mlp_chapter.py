@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pipeline.analysis.chapter import Request
-from pipeline.analysis.gated_mixing import SINGULAR, covariance_gain, mixing_layers, token_mixing_distance
-from pipeline.analysis.gated_mlp import GatedMLPChapter
+from pipeline.analysis.gated_mlp import SINGULAR, GatedMLPChapter, covariance_gain, mixing_layers, token_mixing_distance
 from pipeline.analysis.session import check_query
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError

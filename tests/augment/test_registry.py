@@ -21,7 +21,7 @@ from pipeline.loader.batches import TrainBatches
 from pipeline.loader.dali_graph import full_graph, full_inputs
 from pipeline.loader.loader import Loader, augmented
 from pipeline.loader.reader import BadSamples, Reader
-from pipeline.logs.sample_log import augmentation_digests
+from pipeline.logs.run_files import augmentation_digests
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stream.philox import Stream
 from support.batches import train_batches

@@ -23,7 +23,7 @@ from pipeline.loader.batches import TrainBatches
 from pipeline.loader.cpu_transform import Finisher, Normalization, resize_and_crop
 from pipeline.loader.dali_graph import full_graph, full_inputs
 from pipeline.loader.loader import Loader
-from pipeline.logs.sample_log import augmentation_digests
+from pipeline.logs.run_files import augmentation_digests
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stream.philox import Stream, uniforms
 from support.randaugment_reference import SIZE, flat_and_extreme_images, photographs

@@ -20,7 +20,7 @@ from pipeline.cluster.world import World
 from pipeline.config import AugmentConfig
 from pipeline.errors import UserError
 from pipeline.loader.batches import TrainBatches
-from pipeline.logs.sample_log import SampleLog, augmentation_digests
+from pipeline.logs.run_files import SampleLog, augmentation_digests
 from pipeline.shards.shard_set import ShardSet
 from support.batches import train_batches
 from support.launching import REPOSITORY, clean_environment
@@ -35,7 +35,7 @@ import numpy as np, torch
 from pipeline.augment.crop import Geometry
 from pipeline.augment import BatchRequest
 from pipeline.cluster.world import World
-from pipeline.logs.sample_log import SampleLog
+from pipeline.logs.run_files import SampleLog
 count = 3000
 ints = np.arange(count)
 pairs = np.zeros((count, 2), dtype=np.int32)

@@ -17,8 +17,7 @@ from optim.engine_program import STEPS, Small
 from pipeline.checkpoint.weights import read_weights
 from pipeline.config import config_from_dict
 from pipeline.optim.build import build_optimizer
-from pipeline.optim.engine import micro_batches, zero_stage
-from pipeline.optim.zero_waits import wait_for_the_reduction_only
+from pipeline.optim.engine import micro_batches, wait_for_the_reduction_only, zero_stage
 from support.launching import REPOSITORY, run_module
 from support.ranks import run_forked
 from support.small_run import SMALL_MODEL

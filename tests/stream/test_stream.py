@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.loader.batches import TrainBatches
-from pipeline.logs.sample_log import augmentation_digests
+from pipeline.logs.run_files import augmentation_digests
 from pipeline.shards.manifest import SAMPLE_DTYPE
 from pipeline.stream.samples import Mixture
 

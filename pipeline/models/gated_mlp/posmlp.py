@@ -2,7 +2,8 @@
 ACM MM 2022; layout: Table 11).
 
 A four-stage pyramid of gated blocks on windows. Probes of every block: ``position`` and, with ``mixing: ggqpe``,
-``covariance`` (:mod:`pipeline.models.gated_mlp.token_mixing`).
+``covariance`` (:mod:`pipeline.models.gated_mlp.token_mixing`). Token grids are channels-last. Stems: (B, 3, H, W) -> (B, H / 4, W / 4, width).
+Merging: (B, rows, columns, width) -> (B, rows / 2, columns / 2, 2 * width). Position: (B, rows, columns, width) -> the same shape.
 """
 
 from functools import partial
@@ -11,16 +12,85 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, VisionModel, dropout_factors, linear_drop_path, scales_of_block
-from pipeline.models.common.layers import NORM_EPS, ModuleList, check_sides, check_size, init_linear
+from pipeline.models.common.layers import NORM_EPS, ModuleList, check_sides, check_size, init_linear, resample_grid
 from pipeline.models.common.windows import Tiling, relative_index
-from pipeline.models.gated_mlp import posmlp_layers as layers
 from pipeline.models.gated_mlp.gating import GROUPED, POSMLP_CODE, GatedBlock, GatingSwitches, run_in_windows
-from pipeline.models.gated_mlp.posmlp_layers import STEM_STRIDE
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, quadratic_terms
 from pipeline.models.registry import register
+
+STEM_STRIDE = 4  # pixels per token of the first stage
+BATCH_NORM_EPS = 1e-6  # of the published code
+
+
+class ConvStem(nn.Module):
+    """Convolutional patch embedding (Figure 2b): 3x3 stride 2, 3x3 stride 2, 1x1, each with BatchNorm, GELU in between."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        halving = [nn.Conv2d(into, out, 3, stride=2, padding=1) for into, out in ((3, width // 2), (width // 2, width))]
+        self.convolutions = ModuleList([*halving, nn.Conv2d(width, width, 1)])
+        self.norms = nn.ModuleList(nn.BatchNorm2d(c.out_channels, eps=BATCH_NORM_EPS) for c in self.convolutions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, (convolution, norm) in enumerate(zip(self.convolutions, self.norms)):
+            x = norm(convolution(F.gelu(x) if i else x))  # (B, channels, rows, columns)
+        return x.permute(0, 2, 3, 1)  # (B, H / 4, W / 4, width)
+
+
+class LinearStem(nn.Module):
+    """Linear patch embedding of 4x4 patches and LayerNorm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(3, width, STEM_STRIDE, stride=STEM_STRIDE)
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.projection(x).permute(0, 2, 3, 1))  # (B, H / 4, W / 4, width)
+
+
+class ConvMerging(nn.Module):
+    """Depthwise 3x3 convolution with stride 2 that doubles the channels, then LayerNorm (Figure 2c)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, groups=width)
+        self.norm = nn.LayerNorm(2 * width, eps=NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+class LinearMerging(nn.Module):
+    """Patch merging of Swin (Liu et al., ICCV 2021): concatenate 2x2 tokens, LayerNorm, linear layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * width, eps=NORM_EPS)
+        self.reduction = nn.Linear(4 * width, 2 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, rows, columns, width = x.shape
+        x = x.reshape(batch, rows // 2, 2, columns // 2, 2, width).transpose(2, 3)  # (B, rows / 2, columns / 2, 2, 2, width)
+        return self.reduction(self.norm(x.reshape(batch, rows // 2, columns // 2, 4 * width)))
+
+
+class AbsolutePosition(nn.Module):
+    """Learned absolute position embedding (Table 7, "APE")."""
+
+    def __init__(self, side: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(side, side, width))
+        nn.init.trunc_normal_(self.embedding, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, grid = (len(self.embedding), self.embedding.shape[1]), (int(x.shape[1]), int(x.shape[2]))
+        return x + resample_grid(self.embedding.flatten(0, 1), own, grid).unflatten(0, grid)
+
 
 STRIDE = 32  # of the last stage
 DEPTHS = (2, 2, 18, 2)  # blocks per stage, Table 11
@@ -109,10 +179,10 @@ class PosMLP(VisionModel):
         check_windows(windows, image_size, image_size)
         groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else (1,) * len(DEPTHS)
 
-        self.stem = (layers.ConvStem if switches.patch_embedding == "convolution" else layers.LinearStem)(width)
+        self.stem = (ConvStem if switches.patch_embedding == "convolution" else LinearStem)(width)
         side = image_size // STEM_STRIDE
-        self.absolute_position = layers.AbsolutePosition(side, width) if switches.absolute_position else nn.Identity()
-        merging = layers.ConvMerging if switches.patch_merging == "convolution" else layers.LinearMerging
+        self.absolute_position = AbsolutePosition(side, width) if switches.absolute_position else nn.Identity()
+        merging = ConvMerging if switches.patch_merging == "convolution" else LinearMerging
         self.stages: ModuleList[Stage] = ModuleList([])
         for i, (depth, ratio) in enumerate(zip(DEPTHS, RATIOS)):
             before, channels = merging(width * 2 ** (i - 1)) if i else nn.Identity(), width * 2**i
@@ -185,7 +255,7 @@ class PosMLP(VisionModel):
         H and W are multiples of 4, or of 32 with the switches for linear embedding or merging.
         """
         height, width = images.shape[-2:]
-        unit = STEM_STRIDE if isinstance(self.stages[1].merging, layers.ConvMerging) else STRIDE
+        unit = STEM_STRIDE if isinstance(self.stages[1].merging, ConvMerging) else STRIDE
         check_sides((height, width), unit, of_images=True)
         shifts = self.switches.shift_windows or max(height, width) > self.image_size
         outputs, _ = self._run_stages(self.stem(images), noise, shifts)
