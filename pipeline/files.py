@@ -197,12 +197,8 @@ class GrowingFile:
         self._rows += row
 
     def flush(self, to_disk: bool = False) -> None:
-        """Write the buffered rows; ``to_disk`` also syncs them, so that they survive a power failure.
-
-        Raises:
-            DiskRefuses: the file cannot be written now.
-            UserError: it was removed: rows in an unlinked file would be lost.
-        """
+        """Write the buffered rows; ``to_disk`` also syncs them, so that they survive a power failure. Raises DiskRefuses:
+        the file cannot be written now; UserError: it was removed: rows in an unlinked file would be lost."""
         try:
             present = os.fstat(self._descriptor)
             if not os.path.samestat(present, os.stat(self.path)):

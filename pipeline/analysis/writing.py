@@ -74,15 +74,12 @@ def prepare_output(folder: Path) -> None:
 
 
 def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """Write an analysis instead of a former one; returns what is in ``analysis.json``.
+    """Write an analysis instead of a former one; returns what is in ``analysis.json``. Raises UserError: matplotlib is not
+    installed; OSError: from the system; ``filename`` is set.
 
     Args:
         folder: from :func:`prepare_output`.
         about: ``model``, ``origin``, ``images`` and what else describes the analysis; JSON.
-
-    Raises:
-        UserError: matplotlib is not installed.
-        OSError: from the system; ``filename`` is set.
     """
     hidden = folder / _HIDDEN
     shutil.rmtree(hidden, ignore_errors=True)

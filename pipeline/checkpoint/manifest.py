@@ -134,13 +134,9 @@ class CheckpointManifest:
 
     @classmethod
     def read(cls, folder: Path) -> "CheckpointManifest":
-        """Read the manifest of a checkpoint's folder, which has its original name.
-
-        Raises:
-            UserError: it is missing or damaged, or the folder's name is that of another step.
-            OtherFormat: another version wrote it.
-            OSError: it cannot be read now.
-        """
+        """Read the manifest of a checkpoint's folder, which has its original name. Raises UserError: it is missing or
+        damaged, or the folder's name is that of another step; OtherFormat: another version wrote it; OSError: it cannot be
+        read now."""
         path = folder / MANIFEST
         try:
             with open_own(path) as file:

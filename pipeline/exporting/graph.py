@@ -127,12 +127,8 @@ def loading_lines(subject: Subject, runtime: str, run: str) -> list[str]:
 
 
 def export_torch_export(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
-    """Write the file and compare what is read back with the model.
-
-    Raises:
-        UserError: PyTorch cannot export the model, or the scores differ.
-        OSError: the file cannot be written.
-    """
+    """Write the file and compare what is read back with the model. Raises UserError: PyTorch cannot export the model, or the
+    scores differ; OSError: the file cannot be written."""
     program = trace(subject)
     with refusals_explained(subject, "torch.export.save"), open(path, "wb") as file:
         torch.export.save(program, file, extra_files={DESCRIPTION: json.dumps(asdict(subject.description))})
@@ -151,12 +147,9 @@ def loading_torch_export(subject: Subject, name: str) -> list[str]:
 
 
 def export_onnx(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
-    """Write the file, run it in ONNX Runtime and compare the scores with the model's.
-
-    Raises:
-        UserError: a package is missing, the model has an operator that ONNX lacks or is too large, or the scores differ.
-        OSError: the file cannot be written.
-    """
+    """Write the file, run it in ONNX Runtime and compare the scores with the model's. Raises UserError: a package is
+    missing, the model has an operator that ONNX lacks or is too large, or the scores differ; OSError: the file cannot be
+    written."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         problem = f"--format onnx requires {', '.join(_NEEDED)}, but {' and '.join(missing)} cannot be imported"
         raise UserError(problem, install_extra("onnx"))

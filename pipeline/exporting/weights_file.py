@@ -20,12 +20,9 @@ from pipeline.models.weights.timm_folder import TimmForm, read_timm_folder, timm
 
 
 def export_safetensors(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
-    """Write the file, with the names that the description says, read it and compare every tensor.
-
-    Raises:
-        UserError: the authors' code does not support the model's switches, or the file is not read back as it was written.
-        OSError: the file cannot be written.
-    """
+    """Write the file, with the names that the description says, read it and compare every tensor. Raises UserError: the
+    authors' code does not support the model's switches, or the file is not read back as it was written; OSError: the file
+    cannot be written."""
     weights = subject.model.state_dict()
     write_exported(path, weights, subject.description, subject.training.to_json())
     read = read_exported(path)[0].state_dict()
@@ -49,12 +46,8 @@ def loading_safetensors(subject: Subject, name: str) -> list[str]:
 
 
 def export_timm(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
-    """Write the folder, read it back with timm, where it is installed, and compare the scores.
-
-    Raises:
-        UserError: timm's model would give other scores.
-        OSError: the folder cannot be written.
-    """
+    """Write the folder, read it back with timm, where it is installed, and compare the scores. Raises UserError: timm's
+    model would give other scores; OSError: the folder cannot be written."""
     form = timm_form(subject.description.model, subject.description.switches)
     description = replace(subject.description, names="ours" if form.registered else "authors")
     write_exported(path / WEIGHTS, subject.model.state_dict(), description, subject.training.to_json())

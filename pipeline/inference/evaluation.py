@@ -47,7 +47,10 @@ def evaluate(
     consumer: Consumer | None = None,
     truth: Tensor | None = None,
 ) -> dict[str, Any] | None:
-    """Evaluate one pass over the set. Collective.
+    """Evaluate one pass over the set. Collective. Returns None if it was abandoned, else ``top1`` and ``top5`` in percent,
+    ``loss`` (mean cross entropy), the integers ``correct1``, ``correct5`` and ``count``, and by class the lists of integers
+    ``class_correct`` and ``class_count``. Images that cannot be used are logged and excluded from the count. If some logits are
+    not finite, also ``nonfinite``, the number of these images, which count as wrong.
 
     Args:
         forward: images (B, 3, H, W) -> logits (B, classes).
@@ -55,12 +58,6 @@ def evaluate(
         consumer: gets each batch of this rank with its logits (B, classes) float32, the best classes (B, 5), and its losses (B,)
             float64. Padding and images that cannot be used are among them: ``batch.valid`` is False.
         truth: (images, classes) bool on the CPU: all classes that are right for an image, instead of its label alone.
-
-    Returns:
-        None if it was abandoned, else ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), the integers
-        ``correct1``, ``correct5`` and ``count``, and by class the lists of integers ``class_correct`` and ``class_count``.
-        Images that cannot be used are logged and excluded from the count. If some logits are not finite, also
-        ``nonfinite``, the number of these images, which count as wrong.
     """
     totals = torch.zeros(5, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count, nonfinite
     by_class = torch.zeros(2, len(loader.batches.shards.classes), dtype=torch.float64, device=world.device)  # correct, count

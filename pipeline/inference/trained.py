@@ -90,12 +90,8 @@ class Trained:
         return self.class_names or self.classes
 
     def build_model(self, switches: Mapping[str, Any] | None = None) -> VisionModel:
-        """The model with these weights, in eval mode on the CPU; ``switches`` replace those of the training.
-
-        Raises:
-            UserError: unknown switches.
-            RuntimeError: these switches change the model's parameters.
-        """
+        """The model with these weights, in eval mode on the CPU; ``switches`` replace those of the training. Raises
+        UserError: unknown switches; RuntimeError: these switches change the model's parameters."""
         asked = self.config.model
         given = asked.arguments if switches is None else switches
         if self.graph is not None:

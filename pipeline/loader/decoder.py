@@ -40,12 +40,8 @@ class Decoder:
         return encoded, [torch.from_dlpack(window) for window in output]  # type: ignore[union-attr]  # not in DALI's stub
 
     def pixels(self) -> tuple[Encoded, Tensor]:
-        """The next batch as (B, 3, S, S) uint8, channels_last, on the device, in the order of the current stream.
-
-        Raises:
-            UserError: too many bad samples.
-            RuntimeError: DALI failed for another reason.
-        """
+        """The next batch as (B, 3, S, S) uint8, channels_last, on the device, in the order of the current stream. Raises
+        UserError: too many bad samples; RuntimeError: DALI failed for another reason."""
         encoded, output = self._next()
         if isinstance(output, TensorListCPU):
             output = _tensor(output)

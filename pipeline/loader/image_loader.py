@@ -219,11 +219,8 @@ class ImageLoader:
         return {"epoch": epoch, "position": position, "stream": self._stream}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a loader was when it gave its :meth:`state_dict`.
-
-        Raises:
-            UserError: it is no such state, or that of another set, seed or order.
-        """
+        """Go on where a loader was when it gave its :meth:`state_dict`. Raises UserError: it is no such state, or that of
+        another set, seed or order."""
         self._check_open()
         try:
             epoch, position, stream = (state[key] for key in ("epoch", "position", "stream"))

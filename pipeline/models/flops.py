@@ -57,12 +57,8 @@ class FlopRow:
 def count(
     name: str, image_size: int | None = None, num_classes: int | None = None, switches: Mapping[str, Any] = MappingProxyType({})
 ) -> FlopRow:
-    """Count a model on one image; by default at the image size and with the number of classes of the model's paper.
-
-    Raises:
-        UserError: unknown model or unsupported image size.
-        RuntimeError: an unknown operator, which may contain matrix products.
-    """
+    """Count a model on one image; by default at the image size and with the number of classes of the model's paper. Raises
+    UserError: unknown model or unsupported image size; RuntimeError: an unknown operator, which may contain matrix products."""
     entry = model_entry(name)
     side, classes = image_size or entry.image_size, num_classes or entry.num_classes
     model = create_model(name, num_classes=classes, image_size=side, switches=switches).eval()

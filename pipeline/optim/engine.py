@@ -190,10 +190,8 @@ def weights_cast_once(stage: int) -> Iterator[None]:
 
 def optimizer_step(engine: Engine) -> float | Tensor | None:
     """Step the optimizer if this micro-batch completes an accumulation; a non-finite gradient skips the step. Collective.
-
-    Returns:
-        The global gradient norm before clipping, the same on all ranks; not finite if the step was skipped. None between steps.
-    """
+    Returns the global gradient norm before clipping, the same on all ranks; not finite if the step was skipped. None between
+    steps."""
     if not engine.is_gradient_accumulation_boundary():
         engine.step()
         return None

@@ -182,11 +182,7 @@ def _adapter() -> TypeAdapter:
 
 def map_sample_table(path: Path, samples: int) -> np.ndarray:
     """Map a sample table, with as many rows as the manifest says, into memory: (samples,) of ``SAMPLE_DTYPE``, read-only.
-
-    Raises:
-        ValueError: not a sample table, or the wrong number of rows; the message says what was found.
-        OSError
-    """
+    Raises ValueError: not a sample table, or the wrong number of rows; the message says what was found; OSError."""
     os.close(open_regular(path))
     try:
         rows = np.lib.format.open_memmap(path, mode="r")

@@ -119,12 +119,7 @@ class Store:
         self._ever = self._warned = False
 
     def read(self, name: str, begin: int, size: int) -> Answer:
-        """Bytes of an object.
-
-        Raises:
-            OSError: they cannot be had; ``strerror`` is the reason.
-            StoreFails: nothing can.
-        """
+        """Bytes of an object. Raises OSError: they cannot be had; ``strerror`` is the reason; StoreFails: nothing can."""
         return self._repeat(name, lambda: self._client.read(name, begin, size))
 
     def fetch(self, name: str) -> Answer:

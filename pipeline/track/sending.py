@@ -112,12 +112,8 @@ class Sender:
             raise
 
     def round(self) -> bool:
-        """Send what is new, at most a few hundred items of each kind. Returns whether there may be more.
-
-        Raises:
-            UserError: the tracker or the position file refuses.
-            Exception: of the tracker's client.
-        """
+        """Send what is new, at most a few hundred items of each kind. Returns whether there may be more. Raises UserError:
+        the tracker or the position file refuses; Exception: of the tracker's client."""
         self.files.look()
         self._check()
         if not self._open:  # go on behind what has arrived there

@@ -220,10 +220,7 @@ class VisionModel(nn.Module):
 
     def branch_scales(self, batch: int, noise: Tensor | None) -> Tensor | None:
         """Stochastic-depth factors of the residual branches (Huang et al., ECCV 2016), by the noise of :meth:`class_scores`.
-
-        Returns:
-            (B, branches), 0 or ``1 / (1 - rate)``; None where nothing is dropped: in eval mode or with rates of 0.
-        """
+        Returns (B, branches), 0 or ``1 / (1 - rate)``; None where nothing is dropped: in eval mode or with rates of 0."""
         if not self.training or not self._drops:
             return None
         rates = self.drop_path_rates

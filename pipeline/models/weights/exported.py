@@ -60,15 +60,12 @@ _CHECKED = TypeAdapter(Description)
 
 
 def write_exported(path: Path, weights: Mapping[str, Tensor], description: Description, training: str = "") -> None:
-    """Write weights and their description atomically.
+    """Write weights and their description atomically. Raises UserError: the authors' code does not support the model's
+    switches, or the weights are not finite; OSError: the file cannot be written.
 
     Args:
         weights: state dict under our names; renamed if ``description.names`` is "authors".
         training: JSON, what is known of their training; empty: nothing.
-
-    Raises:
-        UserError: the authors' code does not support the model's switches, or the weights are not finite.
-        OSError: the file cannot be written.
     """
     check_finite(weights, source=f"the model to be exported to {path}")
     if description.names == "authors":

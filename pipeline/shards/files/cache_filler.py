@@ -47,17 +47,12 @@ class Stopped(Exception):
 def fetch_shard(
     cache: ShardCache, source: ShardFiles, shard: ShardInfo, rows: np.ndarray, go_on: Callable[[int], bool]
 ) -> Unclaimed | None:
-    """Fetch a shard, unless it is there or another process is about it.
+    """Fetch a shard, unless it is there or another process is about it. Returns None if the shard was fetched, else why it was
+    not. Raises Fault, Stopped.
 
     Args:
         rows: (n,) of ``SAMPLE_DTYPE``, its rows of the sample table.
         go_on: called with the number of bytes after each step, also with those that an earlier process had fetched; False stops.
-
-    Returns:
-        None if the shard was fetched, else why it was not.
-
-    Raises:
-        Fault, Stopped
     """
     try:
         partial = cache.claim(shard)

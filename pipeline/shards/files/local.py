@@ -28,12 +28,8 @@ class ShardFiles(ABC):
 
     @abstractmethod
     def read(self, name: str, offset: int, size: int) -> bytes | memoryview:
-        """Bytes of a file; fewer than ``size`` where it ends.
-
-        Raises:
-            OSError: they cannot be read; ``strerror`` is the reason.
-            UserError: none of the files can be read any more.
-        """
+        """Bytes of a file; fewer than ``size`` where it ends. Raises OSError: they cannot be read; ``strerror`` is the
+        reason; UserError: none of the files can be read any more."""
 
     def read_many(self, ranges: list[Range]) -> Iterable[bytes | memoryview | OSError]:
         """For each range what :meth:`read` returns, or the ``OSError`` that it raises. Raises UserError as :meth:`read`."""
