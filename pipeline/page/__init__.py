@@ -120,7 +120,7 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
         plotly = import_library("plotly.offline", "a report", "plotly", "insight")
         scripts.insert(0, plotly.get_plotlyjs())  # 4.8 MB: the Python package has no smaller build
     return html(
-        _PAGE,
+        _resource("page.html"),
         title=title,
         subtitle=subtitle,
         style=Html(_resource("page.css")),
@@ -172,31 +172,3 @@ def clock(moment: float | None) -> str:
 
 def _resource(name: str) -> str:
     return files("pipeline.page").joinpath(name).read_text(encoding="utf-8")
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<header>
-<button id="theme" type="button" aria-label="Light or dark" title="Light or dark">&#9680;</button>
-<h1>{title}</h1>
-<p class="subtitle">{subtitle}</p>
-<nav>{contents}</nav>
-</header>
-<main>
-{notes}
-{sections}
-</main>
-<footer>Made {made} by PerViT Pipeline.</footer>
-{scripts}
-</body>
-</html>
-"""

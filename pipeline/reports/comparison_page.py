@@ -27,20 +27,6 @@ _MOST = 400  # of one curve
 _ALONG = {key: FIGURES[key] for key in ("params_m", "gmacs", "speed")}  # what accuracies are shown against
 _SYMBOLS = ("diamond-open", "square-open", "triangle-up-open", "circle-open")  # of papers
 
-_STYLE = """<style>
-.chips { display: flex; flex-wrap: wrap; gap: 6px 8px; margin: 10px 0; }
-.chip { border: 1px solid var(--line); border-radius: 8px; background: var(--card); color: var(--ink); font: inherit; font-size: 13px;
-  padding: 3px 10px; cursor: pointer; text-align: left; overflow-wrap: anywhere; }
-.chip[aria-pressed="false"] { opacity: 0.4; }
-.swatch { display: inline-block; width: 18px; height: 0; border-top-width: 3px; margin: 0 7px 3px 0; vertical-align: middle; }
-.runs td, .runs th { padding-right: 16px; } .runs .name { min-width: 170px; } .runs .seed td { color: var(--faint); border-bottom-style: dotted; }
-.fold { border: 0; background: none; color: var(--faint); font: inherit; cursor: pointer; padding: 0; width: 18px; text-align: left; }
-.runs th { cursor: pointer; user-select: none; }
-.runs th[aria-sort="ascending"]::after { content: " ▲"; font-size: 9px; } .runs th[aria-sort="descending"]::after { content: " ▼"; font-size: 9px; }
-.keys th { white-space: normal; min-width: 96px; } .keys td:first-child { white-space: nowrap; }
-@media print { .runs .seed[hidden] { display: table-row; } }
-</style>"""
-
 
 def comparison_page(paths: list[Path]) -> tuple[str, list[Path]]:
     """The page about the runs in these folders, and in the folders that hold some, with speeds from files of `throughput --json`; and
@@ -89,7 +75,7 @@ def _results(groups: list[Group]) -> Html:
     told += " Mean ± standard deviation over the seeds (n − 1)." * several
     whole = html('<div class="wide"><table class="runs"><thead><tr>{}</tr></thead>{}</table></div>', head, bodies)
     evaluated = [group for group in groups if results(group.runs, "top1")]
-    return join([Html(_STYLE), whole, html('<p class="quiet">{}</p>', told), figure(_dots(evaluated)) if evaluated else ""])
+    return join([whole, html('<p class="quiet">{}</p>', told), figure(_dots(evaluated)) if evaluated else ""])
 
 
 def _cells(runs: list[RunFolder], state: str) -> list[Html]:

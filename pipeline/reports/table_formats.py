@@ -16,11 +16,6 @@ from pipeline.reports.row_runs import Measured, fill
 from pipeline.reports.table_sheet import Column, Number, Sheet, make_sheet
 from pipeline.runs.folder import find_runs, read_runs
 
-_STYLE = """<style>
-.paper-table th, .paper-table td { padding: 4px 10px; } .paper-table td { white-space: nowrap; } .paper-table .group { text-align: center; border-bottom: 0; }
-.paper-table .ours { background: var(--soft); } .command { white-space: pre-wrap; overflow-wrap: anywhere; } .paper-table td:first-child, .paper-table th:first-child { padding-left: 0; }
-</style>"""
-
 
 def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False) -> str:
     """A table of a paper with ours beside it. Raises UserError: there is no such table.
@@ -41,7 +36,7 @@ def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False)
 
 def _page(sheet: Sheet) -> str:
     footnotes = [html('<p class="quiet">{}</p>', note) for note in sheet.footnotes]
-    sections = [Section("Table", html("{}{}{}", Html(_STYLE), _table(sheet), footnotes))]
+    sections = [Section("Table", html("{}{}", _table(sheet), footnotes))]
     if sheet.missing:
         how = '<h3>{}</h3><pre class="command"><code>{}</code></pre>'
         commands = [html(how, row.labels, "\n".join(filter(None, [row.shards, row.command]))) for row in sheet.missing]
