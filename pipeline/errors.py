@@ -13,6 +13,7 @@ USER_ERROR = 2  # a mistake that a restart cannot fix
 PREEMPTED = 75  # stopped by a signal, all that was trained is saved (EX_TEMPFAIL of sysexits.h)
 RANK_LOST = 76  # another rank died or hangs
 
+CREDENTIALS = "remove {}; the repository's docs/remote.md says which variables and files credentials are read from"
 _LONGEST_VALUE = 80  # characters of a value that a message shows
 
 # Extras with torchvision, whose wheels are each for one build of PyTorch -> their packages.
@@ -63,9 +64,10 @@ def without_secrets(text: str, is_url: bool = False) -> str:
 def check_no_secrets(name: str, text: str) -> None:
     """Raise a UserError, about ``name``, if a text has a URL with a user or a password, or is one."""
     if without_secrets(text, is_url=re.match(r"\S+://", text) is not None) != text:
-        problem = f"{without_secrets(name, is_url=True)} must not hold a user or a password, which configs and logs would keep"
-        remedy = "remove them; the repository's docs/remote.md says which variables and files credentials are read from"
-        raise UserError(problem, remedy)
+        shown = without_secrets(name, is_url=True)
+        raise UserError(
+            f"{shown} must not hold a user or a password, which configs and logs would keep", CREDENTIALS.format("them")
+        )
 
 
 def missing_extra(user: str, package: str, extra: str, otherwise: str = "", error: Exception | None = None) -> UserError:

@@ -37,13 +37,8 @@ def main() -> int:
     add = parser.add_argument
     add("run", type=place_argument, metavar="RUN", help="a run's output_dir")
     add("--steps", type=_steps, default=[], metavar="N,N", help="train the windows again that have these steps")
-    add(
-        "--windows",
-        type=int,
-        default=2,
-        metavar="N",
-        help="train so many windows again, of which all but the last are drawn (default: 2)",
-    )
+    windows = "train so many windows again, of which all but the last are drawn (default: 2)"
+    add("--windows", type=int, default=2, metavar="N", help=windows)
     add("--longest", type=int, default=500, metavar="STEPS", help="length of a window at most (default: 500)")
     add("--processes", type=int, metavar="N", help="train on so many processes (default: as the run did)")
     add("--bounds", action="store_true", help="accept differences within the bounds, as of another kind of CPU")

@@ -257,8 +257,7 @@ class RunLog:
         begin = f"step {step}/{self._last_step} epoch {self._schedule.epoch(step):.2f} loss {loss:.4f}"
         assert self._pace  # from the first step on
         (first, began), left = self._pace, ""
-        # Of this start, evaluations and checkpoints included, without its first step, which is slow.
-        if first < step < self._last_step:
+        if first < step < self._last_step:  # with evaluations and checkpoints, without this start's first step, which is slow
             left = f"{console.duration((time.perf_counter() - began) / (step - first) * (self._last_step - step))} left"
         self.say(shortened([begin, *parts, left], least, sys.stdout))
 

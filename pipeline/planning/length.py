@@ -107,11 +107,9 @@ def parse_time_limit(text: str) -> float:
     hours, minutes, seconds = ((*numbers, 0, 0) if from_hours else (0, *numbers, 0))[:3]
     total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     if total <= 2 * SIGNAL_SECONDS:
-        raise UserError(
-            f"--time-limit must be longer than {2 * SIGNAL_SECONDS} seconds, of which the job scripts keep {SIGNAL_SECONDS} for the last "
-            f"checkpoint, got {text!r}, {total} seconds",
-            remedy,
-        )
+        kept = f"of which the job scripts keep {SIGNAL_SECONDS} for the last checkpoint"
+        must = f"--time-limit must be longer than {2 * SIGNAL_SECONDS} seconds, {kept}"
+        raise UserError(f"{must}, got {text!r}, {total} seconds", remedy)
     return float(total)
 
 

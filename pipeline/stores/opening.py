@@ -123,10 +123,8 @@ def check_settings(place: RemotePath) -> None:
         return
     for name in ENDPOINTS:
         if (address := os.environ.get(name)) and not _is_address(address):
-            raise UserError(  # without the address, which may hold a password
-                f"{name} must be the address of a store, https://HOST or https://HOST:PORT",
-                "correct it, or unset it for Amazon",
-            )
+            problem = f"{name} must be the address of a store, https://HOST or https://HOST:PORT"
+            raise UserError(problem, "correct it, or unset it for Amazon")  # without the address, which may hold a password
 
 
 def _is_address(text: str) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipeline.errors import UserError, check_no_secrets, without_secrets
+from pipeline.errors import CREDENTIALS, UserError, check_no_secrets, without_secrets
 
 SCHEMES = ("s3", "gs", "az", "https")
 _ALLOWED = "a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH"
@@ -39,10 +39,10 @@ class RemotePath:
             raise UserError(f"{shown} must name a {'host' if 'http' in self.scheme else 'bucket'}: {_ALLOWED}", "add it")
         check_no_secrets(shown, url)
         if parts.query or parts.fragment:
-            raise UserError(
-                f"{shown} must not have a query (?...) or a fragment (#...), which could be a signature and names no folder",
-                "remove it; the repository's docs/remote.md says which variables and files credentials are read from",
+            problem = (
+                f"{shown} must not have a query (?...) or a fragment (#...), which could be a signature and names no folder"
             )
+            raise UserError(problem, CREDENTIALS.format("it"))
         if self.scheme == "http" and host not in _THIS_MACHINE:
             raise UserError(f"{shown} must be encrypted, or anybody on the way could change the images", "use https://")
         self.host, self.prefix = parts.netloc, parts.path.strip("/")

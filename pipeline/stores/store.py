@@ -215,11 +215,8 @@ class Store:
         that came back just after it is not to blame on the object."""
         one_of_many = not about_all and name != self._probe
         if failure.kind is Kind.NO_BUCKET or (failure.kind is Kind.MISSING and not name):  # a list, of no object
-            self._end(
-                NoBucket,
-                f"{self.place} cannot be opened: {self.place.host} does not exist",
-                "create it, or correct the name or the store's address",
-            )
+            problem = f"{self.place} cannot be opened: {self.place.host} does not exist"
+            self._end(NoBucket, problem, "create it, or correct the name or the store's address")
         if failure.kind is Kind.MISSING:
             raise FileNotFoundError(errno.ENOENT, str(failure), str(self.place / name))
         if failure.kind is Kind.CHANGED:
@@ -228,17 +225,12 @@ class Store:
             # A store says so of an object that is not there, too, where it does not let a user list.
             if one_of_many and self._answers_others():
                 raise PermissionError(errno.EACCES, str(failure), str(self.place / name))
-            self._end(
-                StoreFails,
-                f"{self.place} refuses access ({failure})",
-                "renew the credentials, or give this user the right to read it, and start again: a run continues from its newest checkpoint",
-            )
+            remedy = "renew the credentials, or give this user the right to read it, and start again: a run continues from its newest checkpoint"
+            self._end(StoreFails, f"{self.place} refuses access ({failure})", remedy)
         if str(failure) == NO_RANGES and not self._ever:
-            self._end(
-                StoreFails,
-                f"the server of {self.place} does not answer requests for a part of a file (byte ranges), which reading samples requires",
-                "let it, as nginx and Apache do by default, or copy the set into a bucket or a folder",
-            )
+            needed = "does not answer requests for a part of a file (byte ranges), which reading samples requires"
+            remedy = "let it, as nginx and Apache do by default, or copy the set into a bucket or a folder"
+            self._end(StoreFails, f"the server of {self.place} {needed}", remedy)
         now = time.monotonic()
         if one_of_many and (tries >= _TRIES or now - began > min(_SLOW, self._patience)) and self._answers_others():
             if others:

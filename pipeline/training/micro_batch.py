@@ -111,10 +111,13 @@ def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int,
         if not why:
             return size, first
         first = first or f"{size} does not fit: {why}"
-    raise UserError(
-        f"train.micro_batch_size=auto requires memory for {sizes[0]} images of each process at least, got too little ({why})",
-        "set train.activation_checkpointing=true, take a larger train.zero_stage or more memory; pervit plan says what helps",
+    problem = (
+        f"train.micro_batch_size=auto requires memory for {sizes[0]} images of each process at least, got too little ({why})"
     )
+    remedy = (
+        "set train.activation_checkpointing=true, take a larger train.zero_stage or more memory; pervit plan says what helps"
+    )
+    raise UserError(problem, remedy)
 
 
 def _free(places: list[str]) -> int:

@@ -130,9 +130,9 @@ def recognise(weights: Mapping[str, Tensor], source: str) -> tuple[str, int, int
                 return name, len(heads[0]), size or papers, names
             closest = min(closest or (off, name), (off, name))
     hint = f"; {closest[1]} comes closest, but for {closest[0]} of them" if closest and closest[0] <= _CLOSEST else ""
-    problem = f"{source} must describe its model or have the tensors of a model with its paper's switches, got {len(weights)} others{hint}"
+    must = "must describe its model or have the tensors of a model with its paper's switches"
     remedy = "start a run from it with train.init_from, model.name and model.switches, or pass a file that export wrote"
-    raise UserError(problem, remedy)
+    raise UserError(f"{source} {must}, got {len(weights)} others{hint}", remedy)
 
 
 def _without_memory(name: str, num_classes: int, image_size: int) -> VisionModel:
