@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 from pipeline.command_line import command_parser, run_command
@@ -72,7 +71,5 @@ def write_digits(folder: Path) -> dict[str, int]:
     return counts
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

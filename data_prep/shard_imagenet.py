@@ -300,7 +300,7 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
     return rules, Share(args.task, args.tasks)
 
 
-command = partial(run_command, main)
+command = partial(run_command, main)  # what the script pervit-shard calls
 
 if __name__ == "__main__":
     command()

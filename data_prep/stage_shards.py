@@ -17,7 +17,6 @@ Examples:
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from data_prep import SPLITS
@@ -64,7 +63,5 @@ def main() -> int:
     return int(any(result.failed for result in results))
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

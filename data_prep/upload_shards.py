@@ -13,7 +13,6 @@ Examples:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,7 +116,5 @@ def _in_parts(names: list[str], size: int) -> Iterator[list[str]]:
         yield names[first : first + size]
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -14,7 +14,6 @@ Examples:
 from __future__ import annotations
 
 import os
-from functools import partial
 
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, counted
@@ -62,7 +61,5 @@ def _subset(source: dict) -> str:
     return f", --subset {source['subset']:g} --subset-rule {source.get('subset_rule', 'random')}"
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

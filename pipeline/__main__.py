@@ -27,7 +27,7 @@ def main() -> None:
         problem = f"{program} has no command {name!r}" if name else f"{program} requires a command, such as train"
         raise UserError(f"{problem}: {did_you_mean(name, MODULES, f'`{program} --help` lists them.')}")
     sys.argv = [f"{sys.argv[0]} {name}", *sys.argv[2:]]  # what the command's own help is called
-    import_module(home(MODULES[name])).command()
+    run_command(import_module(home(MODULES[name])).main)
 
 
 def overview(program: str) -> str:
@@ -52,7 +52,7 @@ def home(module: str) -> str:
     return f"{module}.__main__" if (_PACKAGES / module.replace(".", "/")).is_dir() else module
 
 
-command = partial(run_command, main)
+command = partial(run_command, main)  # what the script pervit calls
 
 if __name__ == "__main__":
     command()

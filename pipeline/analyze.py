@@ -10,15 +10,15 @@ shows them in one plot.
 """
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoint.folder import is_path, parse_step
-from pipeline.command_line import command_parser, interrupted_later, run_command
+from pipeline.command_line import begins_anew, command_parser, interrupted_later, run_command
 from pipeline.errors import UserError
 from pipeline.stores.place import place_argument
 
 
+@begins_anew
 def main() -> None:
     parser = command_parser("pipeline.analyze", __doc__)
     add = parser.add_argument
@@ -83,7 +83,5 @@ def run(args: argparse.Namespace) -> None:
     analyze(subjects, Options(**options))
 
 
-command = partial(run_command, main, resumes=False)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

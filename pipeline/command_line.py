@@ -11,10 +11,12 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from pipeline.errors import USER_ERROR, UserError, first_line, printable
 from pipeline.terminal import fitted, paint
+
+Main = TypeVar("Main", bound=Callable[[], int | None])
 
 
 def _own(names: str) -> dict[str, str]:
@@ -129,10 +131,15 @@ def interrupted_later() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoReturn:
+def begins_anew(main: Main) -> Main:
+    """Mark a command's ``main`` that, given again after Ctrl-C, starts from the beginning; others continue where they stopped."""
+    main.begins_anew = True  # type: ignore[attr-defined]
+    return main
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Run a command's ``main`` and exit: a :class:`UserError` or an ``OSError`` of the file system becomes one line on stderr.
-    ``main``: of the command; returns its exit code, or None for 0. ``resumes``: whether the command, given again after Ctrl-C,
-    continues where it stopped; decides what Ctrl-C prints."""
+    ``main`` returns its exit code, or None for 0; what Ctrl-C prints depends on :func:`begins_anew`."""
     # Threads that have done their share spin for the others, ten times as long by default. On a busy machine that takes the core which
     # those wait for: training is up to a quarter slower. A tenth of this costs 14 % where the cores are quiet, this nothing.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
@@ -141,7 +148,8 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
     except UserError as error:
         _fail(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        after = "continues from what was saved, if anything was" if resumes else "starts from the beginning"
+        anew = getattr(main, "begins_anew", False)
+        after = "starts from the beginning" if anew else "continues from what was saved, if anything was"
         _fail(f"stopped; the same command {after}", 130)
     except ModuleNotFoundError as error:
         if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,5 @@ def summary(result: dict[str, Any], run: Path, seconds: int, processes: int) -> 
     return "\n".join(["It was trained to read handwritten digits:", *table, "", "Next:", *following])
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

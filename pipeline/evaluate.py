@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from pipeline.command_line import command_parser, interrupted_later, run_command
+from pipeline.command_line import begins_anew, command_parser, interrupted_later, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable, write_json
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked, warn
@@ -25,6 +25,7 @@ from pipeline.stores.place import place_argument
 from pipeline.terminal import fitted, paint
 
 
+@begins_anew
 def main() -> None:
     parser = command_parser("pipeline.evaluate", __doc__)
     add = parser.add_argument
@@ -173,7 +174,5 @@ def table(rows: list[dict], why_precision: str) -> str:
     return "\n".join(text)
 
 
-command = partial(run_command, main, resumes=False)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -12,14 +12,13 @@ kept an average of its weights (train.ema_decay), the average is exported unless
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.bucket import find_source
 from pipeline.checkpoint.folder import find_checkpoint, parse_step, step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest
-from pipeline.command_line import command_parser, run_command
+from pipeline.command_line import begins_anew, command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.exporting import FORMATS, Format, Subject, Training, find_format, training_from_json
 from pipeline.stores.place import place_argument
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 DAMAGED = 1  # exit code of --verify
 
 
+@begins_anew
 def main() -> int:
     parser = command_parser("pipeline.export", __doc__)
     add = parser.add_argument
@@ -159,7 +159,5 @@ def export(subject: Subject, form: Format, place: "Place", precision: str) -> tu
     return size, facts.get("Checked", "")
 
 
-command = partial(run_command, main, resumes=False)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -9,12 +9,11 @@ GMACs are those of one image: "modules" as the papers count, "+ attention" in fu
 """
 
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import models
-from pipeline.command_line import command_parser, run_command
+from pipeline.command_line import begins_anew, command_parser, run_command
 from pipeline.files import check_writable, write_json
 from pipeline.terminal import Stage
 
@@ -55,6 +54,7 @@ modules: the papers' convention, which omits the matrix products of attention. +
 convolution runs over 4 x heads scaled copies of one distance map; ours sums the scaled kernels and convolves that map once."""
 
 
+@begins_anew
 def main() -> None:
     parser = command_parser("pipeline.flops", __doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all models")
@@ -76,7 +76,5 @@ def main() -> None:
     write_json(args.json, [asdict(row) for row in rows])
 
 
-command = partial(run_command, main, resumes=False)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -10,12 +10,11 @@ import argparse
 import math
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import hardware
-from pipeline.command_line import run_command
+from pipeline.command_line import begins_anew, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable, write_json
 from pipeline.shards.shard_set import check_shards
@@ -80,6 +79,7 @@ def earlier_run(given: Path | None, subject: "Subject", record: Path | None = No
     return (None, f"{path} does not measure this plan: {why}.") if why else (measured, None)
 
 
+@begins_anew
 def main() -> int:
     """Print the page; returns 0 if the run fits into memory, else 1."""
     from pipeline.config.loading import override_parser
@@ -141,7 +141,5 @@ def main() -> int:
     return 0 if memory.fits else 1
 
 
-command = partial(run_command, main, resumes=False)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

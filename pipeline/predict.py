@@ -16,11 +16,10 @@ import argparse
 import io
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import command_parser, interrupted_later, run_command
+from pipeline.command_line import begins_anew, command_parser, interrupted_later, run_command
 from pipeline.errors import UserError, counted
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked
 from pipeline.metrics import tells_top5
@@ -35,6 +34,7 @@ SOME_FAILED = 1  # exit code: at least one image has no prediction
 _SHOWN = 50  # rows of the table on a terminal
 
 
+@begins_anew
 def main() -> int:
     parser = command_parser("pipeline.predict", __doc__)
     add = parser.add_argument
@@ -155,7 +155,5 @@ def report(args: argparse.Namespace, tally: Tally, classes: int) -> None:
     print(f"{counted(tally.count, 'image')}{where}, {tally.errors:,} with an error", file=sys.stderr)
 
 
-command = partial(run_command, main, resumes=False)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -10,16 +10,16 @@ import argparse
 import statistics
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
-from pipeline.command_line import command_parser, interrupted_later, run_command
+from pipeline.command_line import begins_anew, command_parser, interrupted_later, run_command
 from pipeline.files import check_writable, write_json
 from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked
 from pipeline.stores.place import place_argument
 from pipeline.terminal import fitted
 
 
+@begins_anew
 def main() -> None:
     parser = command_parser("pipeline.probe", __doc__)
     add = parser.add_argument
@@ -75,7 +75,5 @@ def run(args: argparse.Namespace) -> None:
     write_json(args.json, row)
 
 
-command = partial(run_command, main, resumes=False)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -18,16 +18,16 @@ that `evaluate --json` or `throughput --json` has written, beside the runs.
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 
-from pipeline.command_line import command_parser, run_command
+from pipeline.command_line import begins_anew, command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable, replace_text
 from pipeline.stores.place import place_argument
 from pipeline.terminal import Stage
 
 
+@begins_anew
 def main() -> int:
     parser = command_parser("pipeline.report", __doc__)
     add = parser.add_argument
@@ -102,7 +102,5 @@ def _refuse_options_of_one_run(args: argparse.Namespace, found: str) -> None:
             raise UserError(f"--{name} requires one run, but {found}", "pass one run, or drop it")
 
 
-command = partial(run_command, main, resumes=False)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -7,12 +7,11 @@ The median of batches for two seconds after a warm-up, with fresh weights, in fp
 paper: ConViT's Table 1 is of a Quadro GP100 and batches of 128, LSAT's Tables 3 and 4 of a GPU that they do not name.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline import models
-from pipeline.command_line import command_parser, run_command
+from pipeline.command_line import begins_anew, command_parser, run_command
 from pipeline.config import ModelConfig, load_config
 from pipeline.config.tables import ABLATIONS
 from pipeline.files import check_writable, write_json
@@ -23,6 +22,7 @@ _BATCH, _CPU_BATCH = 128, 8  # ConViT's Table 1 has 128
 _WARM_UP, _CPU_WARM_UP, _SECONDS = 10, 1, 2.0
 
 
+@begins_anew
 def main() -> None:
     parser = command_parser("pipeline.throughput", __doc__)
     add = parser.add_argument
@@ -76,7 +76,5 @@ def measure(config: ModelConfig, batch_size: int | None, image_size: int | None,
     return {**about, "paper": paper, "device": named, "torch": torch.__version__}
 
 
-command = partial(run_command, main, resumes=False)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -97,7 +97,7 @@ def check_paths(config: "Config", look_only: bool) -> None:
         check_source(Path(train.teacher), key="train.teacher ")
 
 
-command = partial(run_command, main)
+command = partial(run_command, main)  # what the script pervit-train calls
 
 if __name__ == "__main__":
     command()

@@ -27,7 +27,7 @@ def test_ctrl_c_promises_no_resumption_that_there_is_not(
     command = importlib.import_module(f"pipeline.{module}")
     monkeypatch.setattr(command, "command_parser", _stop)
     with pytest.raises(SystemExit) as ended:
-        command.command()
+        run_command(command.main)
     assert ended.value.code == 130
     assert capsys.readouterr().err == "stopped; the same command starts from the beginning\n"
 

@@ -158,6 +158,7 @@ def test_a_missing_path_is_said_before_pytorch_is_loaded(arguments: tuple[str, .
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "manifest.json").touch()
     (tmp_path / "weights.pth").touch()
-    block = f"import sys; sys.modules['torch'] = None; from pipeline.{arguments[0]} import command; command()"
+    block = "import sys; sys.modules['torch'] = None; from pipeline.command_line import run_command\n"
+    block += f"from pipeline.{arguments[0]} import main; run_command(main)"
     result = run_script("-c", block, *(word.replace("{}", str(tmp_path)) for word in arguments[1:]), check=False)
     assert result.returncode == 2 and f"error: {said.replace('{}', str(tmp_path))}" in result.stderr, result.stderr

@@ -1,7 +1,6 @@
 """Define every key of a detection run; ``python -m examples.detection.config`` prints them as a Markdown table."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -146,7 +145,5 @@ def main() -> None:
     print(markdown_table(root=DetectionConfig))
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

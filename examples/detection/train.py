@@ -8,7 +8,6 @@ whether that run may be restarted, as pipeline.training.restart does: the job sc
 """
 
 import sys
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -41,7 +40,5 @@ def main() -> int:
         return import_module("examples.detection.loop").connect_and_train(config, stop)  # imports PyTorch
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import command_parser, interrupted_later, run_command
+from pipeline.command_line import begins_anew, command_parser, interrupted_later, run_command
 from pipeline.errors import UserError, counted
 from pipeline.files import check_writable, replace_text, write_json
 from pipeline.page import Section, html, join, page, table
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pipeline.audit.replay import Replay
 
 
+@begins_anew
 def main() -> int:
     parser = command_parser("pipeline.audit", __doc__)
     add = parser.add_argument
@@ -121,7 +122,5 @@ def _page(run: str, state: str, verdict: str, findings: "Iterable[Finding]", rep
     return page(f"Audit of {run}", f"{state}: {verdict}", sections, plots=False)
 
 
-command = partial(run_command, main, resumes=False)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -9,7 +9,6 @@ RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. COMMAND 
 
 import math
 import time
-from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoint import folder as folders
@@ -187,7 +186,5 @@ def main() -> int | None:
     return None
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

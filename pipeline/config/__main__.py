@@ -10,7 +10,6 @@ pervit config --config ablations/pervit_table1_e_no_cpe    a config in full, as 
 import shutil
 import textwrap
 from collections.abc import Iterator
-from functools import partial
 from itertools import takewhile
 
 import yaml
@@ -109,7 +108,5 @@ def markdown_page() -> str:
     return "\n".join(parts)
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

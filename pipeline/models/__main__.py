@@ -8,7 +8,6 @@ Multiply-accumulates: pervit flops MODEL [--switch NAME=VALUE].
 """
 
 import json
-from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -80,7 +79,5 @@ def main() -> None:
     print(overview() if args.model is None else details(args.model))
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -15,7 +15,6 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from pipeline.command_line import command_parser, run_command
@@ -148,7 +147,5 @@ def _values(text: str) -> list[str]:
     return values
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -11,7 +11,6 @@ continues where it stopped. The trackers' own environment variables set the dest
 
 import logging
 import signal
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -83,7 +82,5 @@ def main() -> None:
     log.info(said)
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -15,7 +15,6 @@ import time
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 from pipeline.checkpoint.bucket import fetched
@@ -94,7 +93,5 @@ def _keys() -> Iterator:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)

@@ -63,7 +63,7 @@ def test_an_interrupted_command_goes_on(how: signal.Signals, digits_shards: Path
     slow = (
         "import time, pipeline.shards.files.cache_filler as fetch; fetch.CHUNK = 1 << 16; append = fetch.Partial.append\n"
         "fetch.Partial.append = lambda self, data: (append(self, data), time.sleep(0.05))\n"
-        "from data_prep.stage_shards import command; command()"
+        "from data_prep.stage_shards import main, run_command; run_command(main)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", slow, str(digits_shards), "--cache", str(cache)],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import plan
+from pipeline.command_line import run_command
 
 PLAN = ["--config", "pervit_t", "model.switches={widths: [16, 16, 16, 16]}", "model.image_size=64"]
 KEYS = {"memory_gib", "fits", "largest_micro_batch", "step_seconds", "images_per_second", "hours", "gpu_hours"}
@@ -25,7 +26,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     def asked(*arguments: str) -> Answer:
         monkeypatch.setattr("sys.argv", ["pipeline.plan", *arguments])
         with pytest.raises(SystemExit) as end:
-            plan.command()
+            run_command(plan.main)
         return end.value.code, *capsys.readouterr()  # type: ignore[return-value]
 
     return asked

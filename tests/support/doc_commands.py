@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 from examples.detection.config import DetectionConfig
 from pipeline.__main__ import MODULES, home
+from pipeline.command_line import run_command
 from pipeline.config import AUTO, accumulation_steps, fitting_micro_batches, load_config, load_config_as, section_from_dict
 from pipeline.errors import UserError
 from pipeline.sweep.__main__ import grid
@@ -153,7 +154,7 @@ def check(words: tuple[str, ...]) -> None:
 def _check_module(module: str, arguments: list[str], processes: int = 1) -> None:
     if module not in (*MODULES.values(), *OTHER_MODULES):
         raise ValueError(f"{module} is not a command of the package")
-    options = _parse(f"{home(module)}:command", arguments)
+    options = _parse(home(module), arguments)
     if module == "examples.detection.train":
         detection = load_config_as(DetectionConfig, options.config, options.overrides)
         accumulation_steps(detection.for_package(categories=80).train, processes)
@@ -174,7 +175,7 @@ def _check_module(module: str, arguments: list[str], processes: int = 1) -> None
             section_from_dict(model_entry(config.model.name).switches, config.model.switches, key="model.switches")
 
 
-def _parse(target: str, arguments: list[str]) -> argparse.Namespace:
+def _parse(module: str, arguments: list[str]) -> argparse.Namespace:
     """What a command's own parser makes of the arguments; the command ends there."""
     kinds = {name: getattr(argparse.ArgumentParser, name) for name in ("parse_args", "parse_intermixed_args")}
 
@@ -184,17 +185,16 @@ def _parse(target: str, arguments: list[str]) -> argparse.Namespace:
 
         return leave
 
-    module, function = target.split(":")
     said = io.StringIO()
     replaced = {name: leaving(parse) for name, parse in kinds.items()}
     with patch.multiple(argparse.ArgumentParser, **replaced), redirect_stderr(said):
         try:
-            getattr(import_module(module), function)()
+            run_command(import_module(module).main)
         except _Parsed as parsed:
             return parsed.args[0]
         except SystemExit:
             pass
-    raise ValueError(said.getvalue().strip().rpartition("\n")[2] or f"{target} took no arguments")
+    raise ValueError(said.getvalue().strip().rpartition("\n")[2] or f"{module} took no arguments")
 
 
 def _check_sbatch(words: list[str]) -> None:
@@ -237,7 +237,7 @@ def _check_sweep(words: list[str]) -> None:
         if unknown:
             raise ValueError(f"unknown options of sbatch: {unknown}")
     else:
-        _parse("pipeline.sweep.__main__:command", words[1:])
+        _parse("pipeline.sweep.__main__", words[1:])
     parse_sweep(Path(words[file]), "all: --config demo\noptim.lr=1e-3 seed=0\n", words[file + 1 :], {})
 
 
