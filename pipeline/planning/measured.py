@@ -9,12 +9,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
 from pipeline.config import AUTO, Config, load_config
 from pipeline.errors import UserError, counted
 from pipeline.hardware import gpu_of_driver
-from pipeline.models import model_of
+from pipeline.models.registry import parameter_count
 from pipeline.planning.memory import Subject
 from pipeline.runs import METRICS
 from pipeline.runs.folder import read_run, starts_of
@@ -124,7 +123,8 @@ def read_record(path: Path, planned: Subject) -> Measured:
     if why := _other_device(device, planned) or other:
         problem = f"--gpu-record must be of the planned kind of GPU, got {path}: {why}"
         raise UserError(problem, "pass another record, or leave it out")
-    sizes = {config.model.name: _parameters(config) for config in (planned.config, *(step.config for step in steps))}
+    models = [config.model for config in (planned.config, *(step.config for step in steps))]
+    sizes = {m.name: parameter_count(m.name, m.num_classes, m.image_size, m.arguments) for m in models}
 
     def distance(step: Measured) -> tuple[float, ...]:
         there = step.subject(planned)
@@ -145,8 +145,3 @@ def _recorded(path: Path, device: str, row: Mapping[str, Any]) -> Measured | Non
         return None
     case = f"{row['model']}, micro-batch {batch}, train.compile={kind} on {counted(world, 'process')}"
     return Measured(str(path), config, world, 1, stage, device, row["ms"] / 1e3, steps=0, data_wait=0.0, case=case)
-
-
-def _parameters(config: Config) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in model_of(config).parameters())
