@@ -14,10 +14,7 @@ from pipeline.errors import UserError, first_line, missing_extra
 
 def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """What a package's ``__init__`` calls instead of importing (PEP 562): its ``__getattr__``, ``__dir__`` and ``__all__``.
-
-    Args:
-        modules: module of the package -> the names that the package has from it, separated by spaces.
-    """
+    ``modules``: module of the package -> the names that the package has from it, separated by spaces."""
     home = {name: module for module, names in modules.items() for name in names.split()}
 
     def get(name: str) -> Any:

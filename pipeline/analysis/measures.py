@@ -104,11 +104,8 @@ def plain(value: Any, digits: int = 17) -> Any:
 
 class Collector:
     """Base of what looks at a forward pass. ``layer`` is the number of the layer, from 0, that offers a value now.
-
-    Args:
-        probes: names of the values to look at, in the order in which a layer offers them. The last must be one that every layer
-            offers exactly once: it ends the layer.
-    """
+    ``probes``: names of the values to look at, in the order in which a layer offers them. The last must be one that every
+    layer offers exactly once: it ends the layer."""
 
     def __init__(self, *probes: str) -> None:
         self.probes = probes

@@ -44,10 +44,7 @@ class Finding:
 
 class Records:
     """The records of a run. Raises UserError: it has no readable config or no checkpoint, or its data set cannot be opened.
-
-    Args:
-        config: of ``config.yaml``, with the place of the data.
-    """
+    ``config``: of ``config.yaml``, with the place of the data."""
 
     def __init__(self, files: RunFiles, config: Config) -> None:
         self.files, self.config = files, config

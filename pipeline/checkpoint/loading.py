@@ -43,9 +43,7 @@ def newest_intact(run_dir: Path, world: World, set_aside_damaged: bool = True) -
 
     Each rank verifies some of the files. A damaged checkpoint is set aside with a warning, and the one before it is tried.
     Raises UserError: there are checkpoints, but none is intact; or the newest is of another version, or cannot be read now.
-
-    Args:
-        set_aside_damaged: the caller must hold the run's lock then; False: the folder is only read.
+    ``set_aside_damaged``: the caller must hold the run's lock then; False: the folder is only read.
     """
     # As rank 0 sees them: network disks may lag elsewhere.
     steps = world.from_main(saved_steps(run_dir) if world.is_main else [])
