@@ -168,9 +168,9 @@ def printable(text: str, limit: int) -> str:
     return kept if len(kept) <= limit else kept[: limit - 3] + "..."
 
 
-def size_text(count: int) -> str:
-    """A number of bytes in a readable unit."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+def size_text(count: float) -> str:
+    """A number of bytes in a readable unit, with three digits."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.9995 * factor:  # what is rounded to 1000 of the smaller unit, too
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"

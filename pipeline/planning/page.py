@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import UserError, counted
+from pipeline.errors import UserError, counted, size_text
 from pipeline.hardware import GIB
 from pipeline.optim.build import optimizer_description
 from pipeline.planning.length import SIGNAL_SECONDS
@@ -232,19 +232,19 @@ def _storage(time: Time) -> Rows:
         yield "loader", f"{1e3 * need.cpu_seconds:.1f} ms of CPU time per image, {need.source}; and a core for each process"
         if subject.gpu and subject.config.data.decode != "cpu":
             yield "", "fewer where the GPU decodes (data.decode=gpu), which takes of its time"
-        rate = size(need.bytes * time.images_per_second / subject.nodes)
-        yield "reading", f"{rate}/s on each node, {size(need.bytes)} per image; less where the page cache holds it"
+        rate = size_text(need.bytes * time.images_per_second / subject.nodes)
+        yield "reading", f"{rate}/s on each node, {size_text(need.bytes)} per image; less where the page cache holds it"
     else:
         yield "loader", "not measured: --data SHARDS measures it on the shards for a few seconds"
     if subject.world_size > 1:
-        between = f"; {size(time.network)}/s between nodes" if subject.nodes > 1 else ""
-        sent = f"{size(time.step.traffic.bytes)} sent by each process and step"
+        between = f"; {size_text(time.network)}/s between nodes" if subject.nodes > 1 else ""
+        sent = f"{size_text(time.step.traffic.bytes)} sent by each process and step"
         yield "gradients", f"{sent}, {duration(time.step.traffic.total)} of the links' time{between}"
     if time.run:
         saved = time.run.checkpoints
-        yield "checkpoint", f"{size(saved.size)}, {size(saved.part)} from each process"
+        yield "checkpoint", f"{size_text(saved.size)}, {size_text(saved.part)} from each process"
         best = " and one for each best accuracy" if subject.config.checkpoint.keep_best else ""
-        yield "checkpoints", f"{saved.kept} kept, {size(saved.kept * saved.size)}; {time.run.length.saves:,} written{best}"
+        yield "checkpoints", f"{saved.kept} kept, {size_text(saved.kept * saved.size)}; {time.run.length.saves:,} written{best}"
 
 
 def duration(seconds: float) -> str:
@@ -254,14 +254,6 @@ def duration(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
-
-
-def size(count: float) -> str:
-    """Bytes in a readable unit."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= 0.9995 * factor:  # what is rounded to 1000 of the smaller unit, too
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def _gib(size: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.planning.page import size
+from pipeline.errors import size_text
 
 
 @pytest.mark.parametrize(
@@ -13,4 +13,4 @@ from pipeline.planning.page import size
 )
 def test_sizes_are_in_a_unit_that_fits(count: float, text: str) -> None:
     """Guards against "1e+03 MB"."""
-    assert size(count) == text
+    assert size_text(count) == text
