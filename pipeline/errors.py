@@ -64,10 +64,8 @@ def without_secrets(text: str, is_url: bool = False) -> str:
 def check_no_secrets(name: str, text: str) -> None:
     """Raise a UserError, about ``name``, if a text has a URL with a user or a password, or is one."""
     if without_secrets(text, is_url=re.match(r"\S+://", text) is not None) != text:
-        shown = without_secrets(name, is_url=True)
-        raise UserError(
-            f"{shown} must not hold a user or a password, which configs and logs would keep", CREDENTIALS.format("them")
-        )
+        problem = f"{without_secrets(name, is_url=True)} must not hold a user or a password, which configs and logs would keep"
+        raise UserError(problem, CREDENTIALS.format("them"))
 
 
 def missing_extra(user: str, package: str, extra: str, otherwise: str = "", error: Exception | None = None) -> UserError:

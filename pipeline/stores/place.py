@@ -39,9 +39,8 @@ class RemotePath:
             raise UserError(f"{shown} must name a {'host' if 'http' in self.scheme else 'bucket'}: {_ALLOWED}", "add it")
         check_no_secrets(shown, url)
         if parts.query or parts.fragment:
-            problem = (
-                f"{shown} must not have a query (?...) or a fragment (#...), which could be a signature and names no folder"
-            )
+            why = "which could be a signature and names no folder"
+            problem = f"{shown} must not have a query (?...) or a fragment (#...), {why}"
             raise UserError(problem, CREDENTIALS.format("it"))
         if self.scheme == "http" and host not in _THIS_MACHINE:
             raise UserError(f"{shown} must be encrypted, or anybody on the way could change the images", "use https://")

@@ -111,13 +111,9 @@ def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int,
         if not why:
             return size, first
         first = first or f"{size} does not fit: {why}"
-    problem = (
-        f"train.micro_batch_size=auto requires memory for {sizes[0]} images of each process at least, got too little ({why})"
-    )
-    remedy = (
-        "set train.activation_checkpointing=true, take a larger train.zero_stage or more memory; pervit plan says what helps"
-    )
-    raise UserError(problem, remedy)
+    must = f"train.micro_batch_size=auto requires memory for {sizes[0]} images of each process at least"
+    helps = "take a larger train.zero_stage or more memory; pervit plan says what helps"
+    raise UserError(f"{must}, got too little ({why})", f"set train.activation_checkpointing=true, {helps}")
 
 
 def _free(places: list[str]) -> int:

@@ -50,9 +50,8 @@ def allow_restart(run_dir: Path, job: str, number: int, exit_code: int) -> Resta
     last = [restart for restart in restarts if restart.job == job][-LIMIT:]
     if len(last) == LIMIT and all(restart.step == step for restart in last):
         why = f"the last {LIMIT} restarts began {_place(step)} and no newer checkpoint was saved"
-        raise UserError(
-            f"{run_dir} has made no progress", f"{why}; find the cause in the log, then submit the same command again"
-        )
+        remedy = f"{why}; find the cause in the log, then submit the same command again"
+        raise UserError(f"{run_dir} has made no progress", remedy)
     restart = Restart(datetime.now(timezone.utc).isoformat(timespec="seconds"), job, number, exit_code, step)
     run_dir.mkdir(parents=True, exist_ok=True)
     replace_text(path, "[\n" + ",\n".join(json.dumps(asdict(row)) for row in [*restarts, restart]) + "\n]\n")
