@@ -32,10 +32,11 @@ from unittest import mock
 import numpy as np
 import psutil
 
+from data_prep.shard_writer import shard_name
 from pipeline.command_line import run_command
 from pipeline.files import file_sha256
 from pipeline.shards import shard_set as shards
-from pipeline.shards.manifest import SAMPLE_DTYPE, ShardInfo, ShardManifest, SplitInfo, shard_name
+from pipeline.shards.manifest import SAMPLE_DTYPE, ShardInfo, ShardManifest, SplitInfo
 from pipeline.stream.order import Blocks, block_sample_at, sample_at
 
 PER_SHARD, BYTES, CLASSES, BATCH, ROUNDS = 10_000, 100_000, 1000, 256, 200

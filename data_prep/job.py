@@ -11,12 +11,12 @@ import numpy as np
 
 from data_prep.output import Output
 from data_prep.set_checks import classes_with_images, untaught_classes
-from data_prep.shard_writer import ShardTask, record_file
+from data_prep.shard_writer import ShardTask, record_file, shard_name
 from data_prep.sources import Source
 from pipeline.errors import UserError, first_few
 from pipeline.files import replace_file
 from pipeline.shards.image_checks import ImageRules
-from pipeline.shards.manifest import MANIFEST, ShardManifest, SplitInfo, in_progress_file, shard_name
+from pipeline.shards.manifest import MANIFEST, ShardManifest, SplitInfo, in_progress_file
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stream.order import sample_at
 from pipeline.stream.philox import Stream

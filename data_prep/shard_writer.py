@@ -26,7 +26,7 @@ from data_prep.sources import Source, SourceImage
 from data_prep.workers import count_image
 from pipeline.files import replace_file
 from pipeline.shards.image_checks import ImageRules, Rejected, StoredImage, prepare_image
-from pipeline.shards.manifest import SAMPLE_DTYPE, ShardInfo, sample_key, shard_name
+from pipeline.shards.manifest import SAMPLE_DTYPE, ShardInfo, sample_key
 
 BLOCK = 512  # bytes: headers and data are aligned to it
 RECORD = 20 * BLOCK  # an archive is padded to a multiple of it
@@ -200,6 +200,11 @@ def write_shard(task: ShardTask) -> list[dict]:
     task.output.publish(info.idx_file, info.idx_sha256)
     _write_record(task, FinishedShard(rows[: len(lines)], info, rejected, reencoded, dict(formats)))
     return rejected
+
+
+def shard_name(split: str, number: int, suffix: str) -> str:
+    """File name of a shard, such as ``train-000007.tar``."""
+    return f"{split}-{number:06d}.{suffix}"
 
 
 def record_file(folder: Path, split: str, number: int) -> Path:

@@ -24,13 +24,13 @@ from tqdm import tqdm
 from data_prep import FEW_REJECTED, MAX_REJECTED
 from data_prep.job import ShardJob, already_written, begin, describe_job, remove_traces
 from data_prep.output import FolderLock, Output, needed_bytes
-from data_prep.shard_writer import FinishedShard, read_record, record_file, write_shard
+from data_prep.shard_writer import FinishedShard, read_record, record_file, shard_name, write_shard
 from data_prep.sources import Source
 from data_prep.workers import run_tasks
 from pipeline.errors import UserError, counted
 from pipeline.files import file_sha256, remove_leftovers, replace_file, replace_text
 from pipeline.shards.image_checks import ImageRules
-from pipeline.shards.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, shard_name
+from pipeline.shards.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo
 
 _HOPELESS = 1000  # rejected images of a source that is damaged as a whole: there is no use in a list of all
 

@@ -253,11 +253,6 @@ def in_progress_file(folder: Path, split: str) -> Path:
     return folder / f".{split}-in-progress"
 
 
-def shard_name(split: str, number: int, suffix: str) -> str:
-    """File name of a shard, such as ``train-000007.tar``."""
-    return f"{split}-{number:06d}.{suffix}"
-
-
 def sample_key(shard: int, place: int) -> str:
     """The WebDataset key of the sample at ``place`` of its shard, counted from 0: ``000007-001234``."""
     return f"{shard:06d}-{place:06d}"
