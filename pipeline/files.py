@@ -8,8 +8,8 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -177,6 +177,15 @@ def write_error(path: Path, error: OSError) -> UserError:
     return DiskRefuses(f"{path} cannot be written ({error.strerror}): see to its permissions and its file system {go_on}.")
 
 
+@contextmanager
+def being_written(path: Path) -> Iterator[None]:
+    """In the block, a file of a run folder is written: an ``OSError`` becomes its :func:`write_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error) from None
+
+
 class GrowingFile:
     """An append-only file of rows that loses none silently.
 
@@ -187,10 +196,8 @@ class GrowingFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._rows = bytearray()
-        try:
+        with being_written(path):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise write_error(path, error) from None
         self._size = os.fstat(self._descriptor).st_size  # of complete rows
 
     def add(self, row: bytes) -> None:

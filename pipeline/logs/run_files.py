@@ -38,7 +38,7 @@ from pipeline.cluster.environment import job_name
 from pipeline.cluster.world import World
 from pipeline.config import Config, config_to_yaml
 from pipeline.errors import UserError
-from pipeline.files import GrowingFile, remove_leftovers, replace_text, write_error
+from pipeline.files import GrowingFile, being_written, remove_leftovers, replace_text, write_error
 from pipeline.logs import console
 from pipeline.models.timm.names import is_timm
 from pipeline.runs import CONFIG, ENVIRONMENT, EVENTS, METRICS, SAMPLES
@@ -76,11 +76,9 @@ def _write(config: Config, start: dict) -> int:
     about = f"# {start['precision']}\n{config_to_yaml(config)}"
     for name, content in {CONFIG: about, ENVIRONMENT: json.dumps([*earlier, start], indent=1) + "\n"}.items():
         path = run_dir / name
-        try:
+        with being_written(path):
             remove_leftovers(path)
             replace_text(path, content)
-        except OSError as error:
-            raise write_error(path, error) from None
     if earlier and (changes := _changed_packages(earlier[-1], start)):
         console.say(f"note: since the run's last start {changes}: results may differ from those of an unbroken run")
     return len(earlier) + 1
@@ -184,15 +182,13 @@ class SampleLog:
 
     def __init__(self, run_dir: Path, world: World, start: int) -> None:
         path = run_dir / SAMPLES / f"rank-{world.rank:05d}.jsonl"
-        try:
+        with being_written(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and path.stat().st_size:  # a kill may have left a part of a line, which would corrupt the next one
                 with open(path, "r+b") as file:
                     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # the file may be gigabytes
                         whole = content.rfind(b"\n") + 1
                     file.truncate(whole)
-        except OSError as error:
-            raise write_error(path, error) from None
         self._file, self._start = GrowingFile(path), start
         self.close = self._file.close
         self._step: dict[str, list] = defaultdict(list)

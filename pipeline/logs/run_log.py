@@ -20,7 +20,7 @@ from pipeline.cluster.waits import count_waits, waited
 from pipeline.cluster.world import World
 from pipeline.config import Config, config_to_yaml
 from pipeline.errors import UserError, counted
-from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
+from pipeline.files import DiskRefuses, GrowingFile, being_written, remove_leftovers, replace_text
 from pipeline.hardware import memory_gib, peak_flops
 from pipeline.logs import console, tensorboard
 from pipeline.logs.reduction import MetricReduction, StoreReport, report_bad_samples
@@ -80,11 +80,9 @@ class RunLog:
 
     def _open_files(self, run_dir: Path, start_step: int) -> None:
         path = run_dir / METRICS
-        try:
+        with being_written(path):
             remove_leftovers(path)
             drop_rows_after(path, start_step)
-        except OSError as error:
-            raise write_error(path, error) from None
         self._metrics = GrowingFile(path)
         self._events = tensorboard.EventFile(run_dir / TENSORBOARD, purge_step=start_step + 1)
         self._events.hyperparameters(tensorboard.hyperparameters(self._config), start_step)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Config, flatten
-from pipeline.files import GrowingFile, write_error
+from pipeline.files import GrowingFile, being_written
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,10 +45,8 @@ class EventFile:
         from torch.utils.tensorboard import summary
 
         self._event, self._writer, self._summary = Event, RecordWriter, summary
-        try:
+        with being_written(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise write_error(folder, error) from None
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"  # sorts by time
         self._file = GrowingFile(folder / name)
         self.flush, self.close = self._file.flush, self._file.close

@@ -21,7 +21,7 @@ from pipeline.cluster.heartbeat import Heartbeat
 from pipeline.cluster.world import World
 from pipeline.config import Config, DataConfig
 from pipeline.errors import UserError, counted
-from pipeline.files import check_space, free_bytes, write_error
+from pipeline.files import being_written, check_space, free_bytes
 from pipeline.hardware import memory_gib
 from pipeline.logs.console import say_once, stage
 from pipeline.logs.run_files import check_run_files
@@ -101,10 +101,8 @@ def _take_step(prepared: PreparedRun, world: World) -> tuple[float, str]:
 
 def check_room(folder: Path, needed: int) -> None:
     """Check that a checkpoint of ``needed`` bytes fits."""
-    try:
+    with being_written(folder / FOLDER):
         check_space(folder, needed)
-    except OSError as error:
-        raise write_error(folder / FOLDER, error) from None
 
 
 def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> str | None:
