@@ -9,7 +9,6 @@ others. On a cluster: sbatch --nodes=4 launch/doctor.slurm pervit_t. Or before a
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 from pipeline.command_line import run_command
@@ -54,7 +53,5 @@ def main() -> int:
     return 0
 
 
-command = partial(run_command, main)
-
 if __name__ == "__main__":
-    command()
+    run_command(main)
