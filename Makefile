@@ -30,7 +30,7 @@ OTHERS := $(filter-out %-$(BUILD),$(STAMPS))
 # Compiled modules are kept, whatever the environment says: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo lint check quick-tests test test-benchmarks docs coverage soak gpu-check clean
+.PHONY: help install demo lint check quick-tests test test-long test-benchmarks docs coverage soak gpu-check clean
 help:     ## list the targets
 	@sed -n 's/^\([a-z-]*\): .*## /make \1\t/p' Makefile
 
@@ -78,8 +78,11 @@ PYTEST_IN_TWO := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2
 quick-tests: install
 	$(PYTEST_IN_TWO) --dist worksteal --override-ini addopts=--strict-markers -q tests --quick
 
-test: install   ## all tests but those of benchmarks/
-	$(PYTEST_IN_TWO) --dist loadfile --no-loadscope-reorder tests --ignore=tests/benchmarks $(TEST_OPTIONS)
+test: install   ## all tests but the long ones and those of benchmarks/, in 12 minutes on two cores
+	$(PYTEST_IN_TWO) --dist loadfile --no-loadscope-reorder -m "not long" tests --ignore=tests/benchmarks $(TEST_OPTIONS)
+
+test-long: install   ## the long tests, which prove more of the same
+	$(PYTEST_IN_TWO) --dist loadfile -m long tests --ignore=tests/benchmarks $(TEST_OPTIONS)
 
 test-benchmarks: install   ## the tests of benchmarks/, which run them in miniature
 	$(PYTEST_IN_TWO) --dist loadfile tests/benchmarks $(TEST_OPTIONS)

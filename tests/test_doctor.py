@@ -158,6 +158,7 @@ def test_a_corrupt_shard_on_one_node_and_on_all(small_run: Path, digits_shards: 
     assert code == 1 and "the data itself, on every node" in page and "--exclude" not in page, page
 
 
+@pytest.mark.long
 def test_a_disk_that_is_slow_and_one_that_never_answers(small_run: Path) -> None:
     """Guards against a doctor that waits for the file server that it should find."""
     code, page = examined(small_run, PERVIT_READ=["", "", "0.02"])
@@ -166,6 +167,7 @@ def test_a_disk_that_is_slow_and_one_that_never_answers(small_run: Path) -> None
     assert code == 1 and re.search(r"n2: data: no answer within \d s", page) and page.endswith("--exclude=n2\n"), page
 
 
+@pytest.mark.long
 def test_a_rank_that_stops_and_one_that_never_comes(small_run: Path) -> None:
     """Guards against a doctor that hangs, and against its blaming those that waited."""
     code, page = examined(small_run, seconds=30, PERVIT_STOP=["", "", "1"])
@@ -174,6 +176,7 @@ def test_a_rank_that_stops_and_one_that_never_comes(small_run: Path) -> None:
     assert code == 1 and "waiting for rank 2 of 3 ranks" in page and "the node of rank 2 to leave out" in page, page
 
 
+@pytest.mark.long
 def test_a_slow_link(small_run: Path) -> None:
     """Guards against a network port that has fallen back to a tenth of its rate, which slows every rank alike."""
     with running_nodes(3) as nodes:
@@ -200,6 +203,7 @@ def test_a_training_does_not_begin_on_a_sick_node(small_run: Path, digits_shards
     assert "verdict: none of 1 node to leave out" in healthy.stdout()
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 def test_a_job_of_its_own(small_run: Path, tmp_path: Path, cluster: Cluster) -> None:
     """Guards against nodes with other names than sbatch's ``--exclude`` takes, and a job that requeues itself on them."""

@@ -89,7 +89,10 @@ def test_an_export_of_an_export_keeps_what_is_known(run: Path, command, tmp_path
         command(file, "--format", "safetensors", "--output", tmp_path / "c.safetensors")
 
 
-@pytest.mark.parametrize(("form", "ending"), [("safetensors", ".safetensors"), ("torch-export", ".pt2"), ("onnx", ".onnx")])
+@pytest.mark.parametrize(
+    ("form", "ending"),
+    [("safetensors", ".safetensors"), pytest.param("torch-export", ".pt2", marks=pytest.mark.long), ("onnx", ".onnx")],
+)
 def test_the_lines_of_the_card_give_the_models_scores(
     form: str, ending: str, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

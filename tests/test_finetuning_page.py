@@ -49,6 +49,7 @@ def place(digits_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@pytest.mark.long
 def test_its_three_commands_make_a_model_that_is_right(place: Path) -> None:
     """Guards against a page whose commands do not fit each other: paths, names of runs, classes, the head."""
     download, *commands = [command.words for command in find_commands(PAGE)][:4]

@@ -149,6 +149,7 @@ def test_a_wheel_brings_the_configs_and_the_licence(wheel: Path, tmp_path: Path)
     assert found.stdout == "pervit_t\n", found.stderr
 
 
+@pytest.mark.long
 def test_the_demo_of_a_wheel(wheel: Path, tmp_path: Path) -> None:
     """Guards against a demo that needs the repository, and one that leaves nothing to go on with."""
     pytest.importorskip("sklearn")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from support.ranks import run_forked
 
 
+@pytest.mark.long
 def test_a_row_for_each_model(tmp_path: Path) -> None:
     """Guards against images per batch that are not counted, and a paper's figure beside another image size than its own."""
     options = ("--batch-size", 3, "--json", tmp_path / "rows.json")

@@ -64,6 +64,7 @@ def slow_distance(attention: Tensor, side: int) -> float:
     return sum(attention[i, j].item() * math.dist(places[i], places[j]) for i, j in pairs) / len(places)
 
 
+@pytest.mark.long
 def test_convit_is_followed_and_does_not_notice(small_run: Path, tmp_path: Path, world: World) -> None:
     """Guards against rows that are of other weights or images than they say, and against a training that is not the same with and
     without: losses, evaluations and checkpoints are equal bit for bit, where a run that had it off switches it on as it resumes."""

@@ -29,6 +29,7 @@ def exported(path: Path, name: str, classes: list[str], **switches: object) -> P
     return path
 
 
+@pytest.mark.long
 def test_the_page_has_the_numbers_of_each_model(digits_shards: Path, tmp_path: Path) -> None:
     """Guards against a curve of another model's numbers, other images for one of them, and a model that is left out in silence."""
     classes = json.loads((digits_shards / "manifest.json").read_text())["classes"]

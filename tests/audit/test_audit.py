@@ -53,6 +53,7 @@ def problems(run: Path, *words: object) -> dict[str, list[str]]:
     return found | {"trained again": [problem for part in told["replays"] for problem in part["problems"]]}
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_and_moved_agrees(elastic_run: Path) -> None:
     """On as many processes as each window had, every number comes again bit for bit."""
     told = audit(elastic_run, "--steps", "1,5,8", code=0)
@@ -151,7 +152,10 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORGERIES)
+_TRAINED = ("loss", "accuracy")  # what is found by training steps again, as of "weights"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in _TRAINED else ()) for name in FORGERIES])
 def test_a_forgery_is_found(elastic_run: Path, tmp_path: Path, name: str) -> None:
     forge, where, sentence = FORGERIES[name]
     run = Path(shutil.copytree(elastic_run, tmp_path / "run"))

@@ -281,6 +281,7 @@ def train_two_steps(names: list[str], shards: Path, out: Path) -> None:
         assert ran["train.precision"] in chosen, name
 
 
+@pytest.mark.long
 def test_one_config_of_each_family_trains(tiny_shards: Path, tmp_path: Path) -> None:
     """Guards against a recipe that loads but cannot take a step: a switch that breaks a model's pass, a batch that will not mix."""
     train_two_steps(QUICK.split(), tiny_shards, tmp_path)

@@ -89,6 +89,7 @@ def wait_for_retry(job: Job, run: Path, already: int, refuse: Callable[[], objec
     assert job.until(lambda: steps_taken(run) > steps), "training waits for the disk"
 
 
+@pytest.mark.long
 def test_a_disk_that_refuses_a_save(small_run: Path, run: Path) -> None:
     """Guards against a run that ends because the disk was full, out of inodes or read-only for a minute, and, where it stays so, against one that
     hangs, leaves half a checkpoint in the way or spoils the former one."""

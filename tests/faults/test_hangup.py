@@ -142,6 +142,7 @@ def assert_saved(run: Path) -> None:
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{latest_step(run):08d}"], "half a save, or two"
 
 
+@pytest.mark.long
 def test_training_in_a_closed_terminal(small_run: Path, tmp_path: Path) -> None:
     """Guards against a closed window that costs the steps since the last checkpoint, or leaves processes behind."""
     run = tmp_path / "run"
@@ -152,6 +153,7 @@ def test_training_in_a_closed_terminal(small_run: Path, tmp_path: Path) -> None:
     assert_saved(run)
 
 
+@pytest.mark.long
 def test_killed_launcher(small_run: Path, tmp_path: Path) -> None:
     """Guards against ranks that train on unseen, holding memory and the run folder, after a ``kill -9`` of their launcher."""
     run = tmp_path / "run"

@@ -199,6 +199,7 @@ def test_a_normal_end_is_quiet(rings: dict[str, Ring]) -> None:
     assert ring.ended_at[0] >= ring.ended_at[1] - 1  # rank 0 has waited for the late one
 
 
+@pytest.mark.long
 def test_the_launcher_ends_a_stopped_rank_and_a_stopped_job_goes_on(tmp_path: Path) -> None:
     """Guards against a stopped process that outlives its job, and against a false alarm when a whole job was suspended."""
     environment = clean_environment(PYTHONPATH=f"{REPOSITORY}:{FOLDER}")

@@ -82,6 +82,7 @@ def ranks_of(agent: Launched) -> dict[int, psutil.Process]:
     return {int(each.environ()["RANK"]): each for each in children if "RANK" in each.environ()}
 
 
+@pytest.mark.long
 def test_starts_by_torchrun_and_by_hand_resume_exactly(small_run: Path, tmp_path: Path) -> None:
     """Guards against a job that waits for its own agent's port, images lost or repeated by a restart, ranks of a restart that find the
     store of the ranks before, ranks of one machine that listen on the network, a lost rank that each of the others reports, and steps

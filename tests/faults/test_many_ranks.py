@@ -18,6 +18,7 @@ def scale_control(*arguments: object) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_real_rank_0_names_the_lost_one_of_many_simulated() -> None:
     """Guards against a detector that is too slow, or names the wrong rank, where it reads hundreds of heartbeats."""

@@ -159,6 +159,7 @@ def test_a_run_outlives_what_a_stranger_writes(attacked: Attacked) -> None:
     assert "\x1b" not in attacked.errors and attacked.secret not in attacked.errors
 
 
+@pytest.mark.long
 def test_a_forgery_that_is_valid_ends_a_run_but_not_as_if_it_were_done(tmp_path: Path) -> None:
     """Guards against a stranger whose exit code or terminal escapes the ranks pass on."""
     meeting = meeting_point(2)

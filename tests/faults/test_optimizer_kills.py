@@ -47,7 +47,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["lion", *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name != "lion")])
 def test_kills_and_other_world_sizes(name: str, small_run: Path, tmp_path: Path) -> None:
     """Guards against an optimizer that trains to the end and whose checkpoint is then called damaged, whose state is not all in the
     checkpoint, or depends on who held it."""

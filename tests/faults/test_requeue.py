@@ -92,6 +92,7 @@ def training(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -
 # ---- the job stops and goes on ----------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_slurm
 def test_a_chain_of_short_jobs_finishes_the_run(training: Training) -> None:
     """Guards against a chain of time limits that breaks, repeats steps, leaves steps out or becomes several jobs."""
@@ -148,6 +149,7 @@ def test_python_in_a_container_alone(toy: Training) -> None:
     assert asked.startswith("python -m pipeline.training.restart --exit-code 75 ")
 
 
+@pytest.mark.long
 @on_slurm
 def test_a_job_array(toy: Training) -> None:
     """Guards against a task that requeues the whole array, whose id one of them bears, and against runs that mix."""
@@ -176,6 +178,7 @@ def test_a_job_array(toy: Training) -> None:
 # ---- the job must not go on -------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_slurm
 def test_without_progress_it_stops(toy: Training) -> None:
     """Guards against a job that crashes at its start and is requeued for ever."""

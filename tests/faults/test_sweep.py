@@ -81,6 +81,7 @@ def at_step(run: Path, step: int) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_two_preempted_tasks_and_the_report_after_all(cluster: Cluster, repository: Path, tmp_path: Path) -> None:
     """Guards against a preempted task that takes others along, a report that does not wait for a requeued task, a file whose change
     changes what was submitted, and a second submission that trains twice what is finished or in the queue."""

@@ -208,6 +208,7 @@ def test_submitted_from_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
     assert len(job.log.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_training_over_two_nodes(cluster: Cluster, digits_shards: Path, tmp_path: Path) -> None:
     """Guards against a job script and a training that each work alone but not together."""
     run = tmp_path / "run"

@@ -35,6 +35,7 @@ def profiled_steps(file: Path) -> set[int]:
     return {int(name.partition("#")[2]) for name in names if name.startswith("ProfilerStep#")}
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_the_result_is_the_same_and_each_rank_has_its_files(small_run: Path, tmp_path: Path) -> None:
     """Guards against a profiler that changes what it watches, and a resume that loses the rest of the window: the steps 2 to 3 are

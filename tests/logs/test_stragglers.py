@@ -64,6 +64,7 @@ def test_an_even_run_names_none(stage: int, small_run: Path, tmp_path: Path) -> 
     assert statistics.median(costs) < COSTLY, costs
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_rank_that_is_stopped_half_of_the_time_is_named(small_run: Path, tmp_path: Path) -> None:
     """Guards against own work that counts CPU time: a process that does not get its core uses none."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from support.launching import REPOSITORY, clean_environment
 
 # A process of its own: the peak of the resident set never goes down again.
@@ -32,6 +34,7 @@ def peak_growth_mib(checkpointing: bool) -> float:
     return float(result.stdout)
 
 
+@pytest.mark.long
 def test_activation_checkpointing_lowers_the_peak(record_property) -> None:
     """Guards against a switch that does nothing (DeepSpeed #5704): a step of 16 images at 112 px."""
     plain, checkpointed = peak_growth_mib(False), peak_growth_mib(True)

@@ -43,6 +43,7 @@ def measured(cases: list[dict], world: int, out: Path) -> None:
     run_forked("benchmarks.plan_memory", "--rank", json.dumps(cases), "--json", out, processes=world)
 
 
+@pytest.mark.long
 def test_the_plan_is_within_ten_percent_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an engine, an operator or a version of DeepSpeed that allocates what the trace does not."""
     rows = tmp_path / "rows.jsonl"

@@ -60,6 +60,7 @@ def test_bad_input_is_one_sentence(arguments: list[str], sentence: str, ask: Ask
     assert not said
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path, ask: Asked) -> None:
     """Guards against a JSON without the keys that other programs read, and a page without advice."""
     file = tmp_path / "plan.json"

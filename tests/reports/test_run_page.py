@@ -45,6 +45,7 @@ def words(page: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", bare))
 
 
+@pytest.mark.long
 def test_the_story_of_a_run_with_three_restarts_and_a_bad_sample(storied_run: Path) -> None:
     """Guards against a story that is not what happened: ends, repeated steps and the bad sample are those of the files."""
     run = read_run(storied_run)

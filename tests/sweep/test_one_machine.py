@@ -82,6 +82,7 @@ def machine(tmp_path: Path) -> Iterator[OneMachine]:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_stopped_and_gone_on_with(machine: OneMachine) -> None:
     """Guards against Ctrl-C that loses steps or leaves trainings behind, and a second call that trains again what is finished."""
     process = machine.start("--jobs", "2", TOY_SECONDS="0.2")
@@ -108,6 +109,7 @@ def test_stopped_and_gone_on_with(machine: OneMachine) -> None:
     assert machine.started[-1].returncode == 1
 
 
+@pytest.mark.long
 def test_what_is_killed(machine: OneMachine) -> None:
     """Guards against a killed run that nobody starts again, and a killed sweep whose trainings go on unseen."""
     process = machine.start("--jobs=3", TOY_SECONDS="0.2")

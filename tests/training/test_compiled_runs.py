@@ -33,6 +33,7 @@ def go(backend: str, cache: Path, config: Path, run: Path, *options: object, pro
     return Job(processes, *arguments, module="support.train_with_backend").succeed()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=_INDUCTOR)])
 def test_a_resume_is_exact_and_across_on_and_off_close(backend: str, small_run: Path, tmp_path: Path, record_property) -> None:
     """Guards against generated code that differs from start to start, and against a trial of the first micro-batch that a step,
@@ -67,6 +68,7 @@ def test_a_resume_is_exact_and_across_on_and_off_close(backend: str, small_run: 
     assert difference < LOSS_LIMIT and apart < WEIGHT_LIMIT
 
 
+@pytest.mark.long
 def test_other_processes_and_a_rank_that_cannot_compile(small_run: Path, tmp_path: Path) -> None:
     """Guards against ranks that hand over their gradients in another order because only some of them compile (ZeRO-2 reduces what
     it gets as it gets it), against a stream that depends on compiling, and against a checkpoint that does."""
@@ -87,6 +89,7 @@ def test_other_processes_and_a_rank_that_cannot_compile(small_run: Path, tmp_pat
     assert distance(chain, failed) < WEIGHT_LIMIT
 
 
+@pytest.mark.long
 @needs_compiler
 def test_one_rank_compiles_and_the_other_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against every rank of a node compiling the same graphs, and against a rank that does not wait for them."""

@@ -96,6 +96,7 @@ print(*choose_micro_batch(config, None, world))
 """
 
 
+@pytest.mark.long
 def test_a_trial_that_runs_out_of_memory_makes_room_for_the_next(tmp_path: Path) -> None:
     """Guards against a plan that is believed: this process may take 600 MiB more, which neither the plan nor the system says."""
     config = tmp_path / "config.yaml"

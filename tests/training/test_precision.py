@@ -73,6 +73,7 @@ def test_one_rank_without_instructions_decides_for_all() -> None:
     assert first == second and first[0].startswith("precision fp32: train.precision=auto, rank 1 of 2: this CPU has ")
 
 
+@pytest.mark.long
 @needs_both_kinds
 @pytest.mark.parametrize("began_with", ["bf16", "fp32"])
 def test_a_resumed_run_keeps_its_precision(began_with: str, small_run: Path) -> None:

@@ -80,6 +80,7 @@ def test_image_loader_changes_its_size(digits_shards: Path) -> None:
     resumed.close()
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_run_resumes_across_a_change_of_size(small_run: Path, tmp_path: Path) -> None:
     """Guards against a training that learns something else if it was restarted before its images change their size."""

@@ -116,6 +116,7 @@ disconnect()
 """
 
 
+@pytest.mark.long
 def test_under_zero_3_the_layers_are_called_one_by_one() -> None:
     """Guards against parameters that DeepSpeed gathers only for the call of their own module: they are empty before."""
     command = [sys.executable, "-c", ZERO_3]

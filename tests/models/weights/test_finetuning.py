@@ -17,6 +17,7 @@ from support.ranks import run_forked
 from support.runs import step_rows
 
 
+@pytest.mark.long
 def test_other_classes_and_another_size_take_over_everything_but_the_head(
     small_run: Path, digits_images: Path, tmp_path: Path
 ) -> None:
