@@ -51,6 +51,9 @@ class Resources:
     narrow: int  # instructions that read 2 bytes
     copies: frozenset[int]  # bytes of those that copy to shared memory while the program goes on
 
+    def __str__(self) -> str:
+        return f"{self.registers} / {self.spilled} / {self.shared / 1024:.0f} / {self.warps} / {self.narrow}"
+
 
 def compiled(
     kernel: str, heads: int, width: int, capability: int, tokens: int = TOKENS, dtype: torch.dtype = torch.bfloat16
@@ -129,12 +132,10 @@ def main() -> None:
         print("|---|---|" + "---|" * len(KERNELS))
         for name, heads, width in shapes:
             cells = [compiled(kernel, heads, width, capability) for kernel in KERNELS]
-            texts = [f"{c.registers} / {c.spilled} / {c.shared / 1024:.0f} / {c.warps} / {c.narrow}" for c in cells]
-            print(f"| {name} | {heads} x {width} |", " | ".join(texts), "|", flush=True)
+            print(f"| {name} | {heads} x {width} |", " | ".join(map(str, cells)), "|", flush=True)
         for name, heads in sorted({(name, heads) for name, heads, _ in shapes}):
             cells = [compiled_phi(kernel, heads, capability) for kernel in PHI_KERNELS]
-            texts = [f"{c.registers} / {c.spilled} / {c.shared / 1024:.0f} / {c.warps} / {c.narrow}" for c in cells]
-            print(f"{name}, {' and '.join(PHI_KERNELS)}: {', '.join(texts)}", flush=True)
+            print(f"{name}, {' and '.join(PHI_KERNELS)}: {', '.join(map(str, cells))}", flush=True)
 
 
 if __name__ == "__main__":

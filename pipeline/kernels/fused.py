@@ -73,8 +73,8 @@ def tiling(kernel: str, itemsize: int, channels: int, capability: tuple[int, int
 def launch(kernel: str, capability: tuple[int, int], qkv: Tensor, log_phi: Tensor, head_dim: int) -> tuple[int, dict[str, Any]]:
     """Programs per head, and the keyword arguments of a kernel's launch: sizes, strides of log Φp, tiles, warps and stages."""
     tokens, _, heads, width = (int(size) for size in qkv.shape[1:])
-    cut = tiling(kernel, qkv.element_size(), _block(width), capability)
-    outer, inner = (min(block, _block(tokens)) for block in (cut.outer, cut.inner))
+    cut = tiling(kernel, qkv.element_size(), block_of(width), capability)
+    outer, inner = (min(block, block_of(tokens)) for block in (cut.outer, cut.inner))
     rest = tokens % inner
     by_key = kernel == "key_value_gradient"
     arguments: dict[str, Any] = {
@@ -82,7 +82,7 @@ def launch(kernel: str, capability: tuple[int, int], qkv: Tensor, log_phi: Tenso
         "HEADS": heads,
         "TOKENS": tokens,
         "WIDTH": width,
-        "CHANNELS": _block(width),
+        "CHANNELS": block_of(width),
         "SCALE": head_dim**-0.5,
         "QUERIES": inner if by_key else outer,
         "KEYS": outer if by_key else inner,
@@ -92,10 +92,10 @@ def launch(kernel: str, capability: tuple[int, int], qkv: Tensor, log_phi: Tenso
     }
     if kernel == "phi_gradient":
         return triton.cdiv(tokens, outer) * triton.cdiv(tokens, inner), arguments
-    return triton.cdiv(tokens, outer), {**arguments, "REST": _block(rest) if rest else 0}
+    return triton.cdiv(tokens, outer), {**arguments, "REST": block_of(rest) if rest else 0}
 
 
-def _block(size: int) -> int:
+def block_of(size: int) -> int:
     """The power of two that holds ``size`` and that a matrix instruction takes."""
     return max(SMALLEST_BLOCK, triton.next_power_of_2(size))
 

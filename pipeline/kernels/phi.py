@@ -2,7 +2,7 @@
 
 What they compute is convolution, instance norm, ReLU and convolution of the layers' own networks
 (:class:`~pipeline.models.pervit.position.PeripheralPosition`; PerViT, Eq. 7 and 8). cuDNN takes a sixth of PerViT-M's step for the second
-one, of 12 groups in float32, in which it keeps a tenth of an H100 busy. The kernels multiply in TF32, with three products for one of float32.
+one, of 12 groups in float32, in which it keeps a tenth of the GPU busy. The kernels multiply in TF32, with three products for one of float32.
 
 Importing this module needs Triton and registers the operator; ``TRITON_INTERPRET=1``: see :mod:`pipeline.kernels.fused`.
 """
@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from pipeline.kernels.fused import SMALLEST_BLOCK, make_operator
+from pipeline.kernels.fused import SMALLEST_BLOCK, block_of, make_operator
 from pipeline.kernels.phi_tiles import phi_backward, phi_forward
 
 NAME = "pervit::phi_maps"
@@ -27,7 +27,7 @@ def launch(kernel: str, distance: Tensor, kernel1: Tensor, kernel2: Tensor, eps:
     """Programs, and the keyword arguments of a kernel's launch."""
     rows, columns = (int(size) - 4 for size in distance.shape[-2:])
     hidden, layers = int(kernel2.shape[1]), int(kernel1.shape[0]) // int(kernel2.shape[1])
-    heads, positions = int(kernel2.shape[0]) // layers, triton.next_power_of_2((rows + 2) * (columns + 2))
+    heads, positions = int(kernel2.shape[0]) // layers, block_of((rows + 2) * (columns + 2))
     programs = layers * len(distance) * (triton.cdiv(hidden, CHUNK) if kernel == "phi_backward" else 1)
     return programs, {
         "ROWS": rows,
@@ -35,18 +35,20 @@ def launch(kernel: str, distance: Tensor, kernel1: Tensor, kernel2: Tensor, eps:
         "HIDDEN": hidden,
         "HEADS": heads,
         "POSITIONS": positions,
-        "KEYS": max(SMALLEST_BLOCK, triton.next_power_of_2(rows * columns)),
-        "OUTPUTS": max(SMALLEST_BLOCK, triton.next_power_of_2(heads)),
+        "KEYS": block_of(rows * columns),
+        "OUTPUTS": block_of(heads),
         "CHANNELS": CHUNK,
         "EPS": eps,
         "PRECISION": "tf32x3",
-        "num_warps": min(16, max(4, positions // 32)),
+        "num_warps": max(4, positions // 32),
     }
 
 
 def _maps(
     distance: Tensor, kernel1: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, kernel2: Tensor, eps: float
 ) -> Tensor:
+    """Distances (N, 1, H + 4, W + 4), kernels (layers * hidden, 1, 3, 3) and (layers * heads, hidden, 3, 3), and of the norm between
+    them weight and bias (layers * hidden,) -> (N, layers * heads, H, W). ``shift``, the first convolution's bias, the norm removes."""
     out = _empty(distance, kernel1, shift, weight, bias, kernel2, eps)
     programs, arguments = launch("phi_forward", distance, kernel1, kernel2, eps)
     inputs = [each.contiguous() for each in (distance, kernel1, weight, bias, kernel2)]

@@ -89,7 +89,7 @@ def phi_backward(
     tokens: tl.constexpr = ROWS * COLUMNS
     count: tl.constexpr = (ROWS + 2) * (COLUMNS + 2)
     chunks: tl.constexpr = (HIDDEN + CHANNELS - 1) // CHANNELS
-    split: tl.constexpr = POSITIONS // 32 if POSITIONS > 256 else POSITIONS // 16
+    split: tl.constexpr = POSITIONS // 16
     chunk = tl.program_id(0) % chunks
     query = tl.program_id(0) // chunks % tokens
     layer = tl.program_id(0) // (chunks * tokens)

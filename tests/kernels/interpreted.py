@@ -256,14 +256,11 @@ def test_maps_of_phi_agree_with_float64(heads: int, grid: tuple[int, int]) -> No
         assert suits_kernels(distance, layers[0].projection1.weight) == (dtype == torch.float32)
         maps = torch.cat(grouped_log_phi(layers, distance, *scales()))
         maps.backward(torch.linspace(0, 300, maps.numel(), dtype=dtype).sin().view(maps.shape))
-        results.append(
-            (
-                maps.detach().double(),
-                {name: each.grad.clone().double() for name, each in modules.named_parameters() if each.grad is not None},
-            )
-        )
+        learned = {name: each.grad.clone().double() for name, each in modules.named_parameters() if each.grad is not None}
+        results.append((maps.detach().double(), learned))
     (expected, gradients), (found, others) = results
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+    assert len(gradients) == len(others) == len(list(modules.parameters()))
     for name, gradient in gradients.items():
         assert (others[name] - gradient).norm() < 2e-5 * gradient.norm() + 2e-4, name
 

@@ -22,7 +22,7 @@ from benchmarks.attention_resources import (  # noqa: E402
     compiled,
     compiled_phi,
     head_widths,
-)  # noqa: E402
+)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -1,9 +1,9 @@
 """Compute the peripheral position encoding Φp once per forward pass, for all images: the base class of models that have it.
 
 On a GPU the layers' networks, which have one shape, are groups of the channels of one network: about 34 operators a layer, forward and
-backward, become 64 for all of them, which matters where launching a small kernel takes longer than running it; the published design's convolutions
-are kernels of their own (:mod:`pipeline.kernels.phi`). Not on a CPU, where the maps of one layer stay in a cache and those of all do not:
-12 layers of PerViT-T take 2.3 times as long as one after the other.
+backward, become 64 for all of them, which matters where launching a small kernel takes longer than running it; the published design's
+convolutions are kernels of their own (:mod:`pipeline.kernels.phi`). Not on a CPU, where the maps of one layer stay in a cache and those of
+all do not: 12 layers of PerViT-T take 2.3 times as long as one after the other.
 """
 
 from __future__ import annotations
