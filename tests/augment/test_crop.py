@@ -9,7 +9,14 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from pipeline.augment.crop import UNIFORMS_PER_SAMPLE, border_weights, eval_geometry, eval_short_side, padded_geometry
+from pipeline.augment.crop import (
+    UNIFORMS_PER_SAMPLE,
+    border_weights,
+    eval_geometry,
+    eval_short_side,
+    padded_geometry,
+    train_geometry,
+)
 from pipeline.config import load_config
 from pipeline.config.loading import shipped_names, shipped_recipe
 from pipeline.loader.cpu_transform import resize_and_crop
@@ -108,6 +115,21 @@ def test_the_padded_crop_is_cifars() -> None:
     for i, (top, left) in enumerate(corners[:200].tolist()):
         expected = np.asarray(padded.crop((left, top, left + 32, top + 32)))
         np.testing.assert_array_equal(resize_and_crop(torch.from_numpy(picture), geometry, i, 32), expected)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3, 0.5, 1.0])
+def test_flips_come_as_often_as_asked_wherever_the_crop_lies(probability: float) -> None:
+    """Guards against another probability, and against a flip that takes a number of the crop."""
+    count = 40_000
+    numbers = np.random.default_rng(0).random((count, UNIFORMS_PER_SAMPLE))
+    sides = np.full((2, count), 96)
+    resized = train_geometry(*sides, numbers, 64, (0.08, 1.0), (3 / 4, 4 / 3), probability)
+    padded = padded_geometry(*sides, numbers, 96, probability, "constant")
+    limit = 5 * math.sqrt(probability * (1 - probability) / count)
+    for geometry, places in ((resized, (resized.start, resized.shape)), (padded, (padded.crop,))):
+        assert abs(geometry.flip.mean() - probability) <= limit
+        for each in np.concatenate(places, axis=1).T if 0 < probability < 1 else ():
+            assert abs(np.corrcoef(each, geometry.flip)[0, 1]) < 5 / math.sqrt(count)
 
 
 def test_every_lsat_config_of_cifar_crops_so() -> None:

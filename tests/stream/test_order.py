@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pipeline.stream.order import Blocks, block_sample_at, sample_at
+from pipeline.stream.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 1437, 100_003])
@@ -59,6 +59,18 @@ def test_a_window_of_block_order_reads_few_blocks_and_shuffles_them() -> None:
     # Neighbours part from epoch to epoch, and no sample stays at the end.
     assert len(set(orders[0][:400]) & set(orders[1][:400])) < 100
     assert len(set(orders[0][-400:]) & set(orders[1][-400:])) < 100
+
+
+def test_block_boundaries_shift_from_epoch_to_epoch() -> None:
+    """Guards against neighbours that always share a block."""
+    size, blocks = 1000, Blocks(size=50, window=4)
+    phases = Counter[int]()
+    for epoch in range(500):
+        windows = range(count_windows(size, blocks))
+        starts = {start for window in windows for start, _ in blocks_of_window(window, epoch, size, 11, blocks)}
+        (phase,) = {start % blocks.size for start in starts - {0}}  # at 0 goes on what began at the set's end
+        phases[phase] += 1
+    assert len(phases) == blocks.size and max(phases.values()) < 30, phases  # 10 each, expected
 
 
 def test_block_order_of_a_billion_samples_needs_no_memory() -> None:
