@@ -123,11 +123,33 @@ def uses_triton(q: Tensor) -> bool:
 
 
 def suits_kernels(distance: Tensor, kernel: Tensor) -> bool:
-    """Whether Φp's maps, of distances (N, 1, H + 4, W + 4) and a first kernel (out, channels, 3, 3), come from
-    :mod:`pipeline.kernels.phi`."""
+    """Whether Φp's maps come from :func:`phi_maps` on this device; arguments as of :func:`fits_kernels`."""
+    return fits_kernels(distance, kernel) and uses_triton(distance)
+
+
+def fits_kernels(distance: Tensor, kernel: Tensor) -> bool:
+    """Whether :func:`phi_maps` computes Φp of distances (N, 1, H + 4, W + 4) and a first kernel (out, channels, 3, 3)."""
     rows, columns = (size - 2 for size in distance.shape[-2:])  # of the hidden maps
     fits = distance.shape[1] == 1 and kernel.shape[-1] == 3 and rows * columns <= MAX_POSITIONS
-    return fits and distance.dtype == torch.float32 and uses_triton(distance)
+    return fits and distance.dtype == torch.float32
+
+
+def phi_maps(
+    distance: Tensor, kernel1: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, kernel2: Tensor, eps: float
+) -> Tensor:
+    """Convolution of one map, instance norm, ReLU and convolution (PerViT, Eq. 7 and 8) of several layers, where
+    :func:`suits_kernels`.
+
+    Args:
+        distance: (N, 1, H + 4, W + 4).
+        kernel1, shift: of the first convolution, (layers * hidden, 1, 3, 3) and (layers * hidden,).
+        weight, bias: of the norm, (layers * hidden,).
+        kernel2: of the second, (layers * heads, hidden, 3, 3).
+
+    Returns:
+        (N, layers * heads, H, W), without the second convolution's bias.
+    """
+    return torch.ops.pervit.phi_maps(distance, kernel1, shift, weight, bias, kernel2, eps)
 
 
 @torch.compiler.assume_constant_result  # a compiled model contains the chosen form alone

@@ -47,8 +47,7 @@ def launch(kernel: str, distance: Tensor, kernel1: Tensor, kernel2: Tensor, eps:
 def _maps(
     distance: Tensor, kernel1: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, kernel2: Tensor, eps: float
 ) -> Tensor:
-    """Distances (N, 1, H + 4, W + 4), kernels (layers * hidden, 1, 3, 3) and (layers * heads, hidden, 3, 3), and of the norm between
-    them weight and bias (layers * hidden,) -> (N, layers * heads, H, W). ``shift``, the first convolution's bias, the norm removes."""
+    """:func:`pipeline.kernels.peripheral.phi_maps`. ``shift`` the norm removes."""
     out = _empty(distance, kernel1, shift, weight, bias, kernel2, eps)
     programs, arguments = launch("phi_forward", distance, kernel1, kernel2, eps)
     inputs = [each.contiguous() for each in (distance, kernel1, weight, bias, kernel2)]

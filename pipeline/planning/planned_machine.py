@@ -24,20 +24,22 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline.config import OptimConfig
 from pipeline.kernels import chunked
-from pipeline.kernels.peripheral import aligned_width, biased_attention, packed_attention
+from pipeline.kernels.peripheral import aligned_width, biased_attention, fits_kernels, packed_attention
 from pipeline.models import convit
 from pipeline.models.common import layers, vit
 from pipeline.models.common.base import VisionModel
+from pipeline.models.pervit import phi_model
 from pipeline.optim.build import optimizer_description, parameter_groups
 from pipeline.optim.description import MATRICES
 from pipeline.optim.engine import GATHER_BUCKET, REDUCE_BUCKET
 from pipeline.optim.flat import PARTS
-from pipeline.planning.trace import GRADIENTS, PARAMETERS, PERIPHERAL, Trace
+from pipeline.planning.trace import CONVOLUTION, GRADIENTS, PARAMETERS, PERIPHERAL, PHI_MAPS, Trace
 
 OPTIMIZER, BUCKETS = "optimizer state", "communication buckets"
 MASTER, TEMPORARIES = "ZeRO's copy of its weights", "optimizer's temporaries"
 _PREFETCH = 50_000_000  # elements that ZeRO-3 gathers ahead: DeepSpeed's default
 _GROUPS = 8  # of images whose gradients of the bias the Triton kernel keeps apart (pipeline.kernels.fused.GROUPS)
+_TILE = 16  # heads that Φp's kernels compute at once (pipeline.kernels.fused.SMALLEST_BLOCK)
 # What CUDA's autocast computes in float32: "CUDA Ops that can autocast to float32" in PyTorch's documentation of torch.amp.
 _FLOAT32 = frozenset(
     "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy dist erfinv exp expm1 "
@@ -71,6 +73,8 @@ def forms_of(trace: Trace, model: VisionModel, layout: Layout) -> Iterator[None]
             if layout.kernels:
                 stack.enter_context(patch.object(vit, "packed_attention", partial(_packed_attention, trace)))
                 stack.enter_context(patch.object(convit, "peripheral_attention", partial(_triton_attention, trace)))
+                stack.enter_context(patch.object(phi_model, "suits_kernels", fits_kernels))
+                stack.enter_context(patch.object(phi_model, "phi_maps", partial(_PhiMaps.apply, trace)))
             stack.enter_context(_CudaFunctions(trace))
         else:
             stack.enter_context(patch.object(chunked, "_InChunks", _chunks_of(trace)))
@@ -153,6 +157,33 @@ class _Fused(torch.autograd.Function):
 def _heads_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """q, k and v (..., heads, N, width), of these or of (B, N, 3, heads, width)."""
     return tensors if len(tensors) == 3 else [part.transpose(1, 2) for part in tensors[0].unbind(2)]
+
+
+class _PhiMaps(torch.autograd.Function):
+    """What :func:`pipeline.kernels.peripheral.phi_maps` allocates and keeps, as one operator."""
+
+    @staticmethod
+    def forward(ctx: Any, trace: Trace, *inputs: Any) -> Tensor:
+        distance, kernel1, _, _, _, kernel2, _ = inputs
+        tokens, _, rows, columns = distance.shape
+        out = distance.new_empty(tokens, len(kernel2), rows - 4, columns - 4)
+        layers = len(kernel1) // kernel2.shape[1]
+        # Its matrix products have room for a tile of heads.
+        tile = layers * -(-len(kernel2) // layers // _TILE) * _TILE
+        products = [tokens * (rows - 2) * (columns - 2) * kernel1.numel(), out[:, 0].numel() * tile * kernel2[0].numel()]
+        ctx.save_for_backward(*inputs[:-1])
+        ctx.trace, ctx.products = trace, products
+        trace.kernel(PHI_MAPS, CONVOLUTION, 2.0 * sum(products), [*inputs[:-1]], [out], elements=out.numel())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        distance, kernel1, shift, *rest = inputs = ctx.saved_tensors
+        parts = [learned.new_empty(len(distance), *learned.shape) for learned in (kernel1, *rest)]  # of each query
+        flops = 2.0 * (ctx.products[0] + 2 * ctx.products[1])
+        ctx.trace.kernel(PHI_MAPS, CONVOLUTION, flops, [*inputs, grad], parts, elements=grad.numel())
+        dkernel1, *others = (part.sum(0) for part in parts)
+        return None, None, dkernel1, torch.zeros_like(shift), *others, None
 
 
 def _chunks_of(trace: Trace) -> Any:

@@ -21,12 +21,13 @@ from pipeline.errors import UserError, counted
 from pipeline.hardware import Gpu
 from pipeline.optim.engine import REDUCE_BUCKET
 from pipeline.optim.flat import PARTS
-from pipeline.planning.trace import ATTENTION, CONVOLUTION, MAP, NARROW, PERIPHERAL, PRODUCT, TRANSCENDENTAL, Operator
+from pipeline.planning.trace import ATTENTION, CONVOLUTION, MAP, NARROW, PERIPHERAL, PHI_MAPS, PRODUCT, TRANSCENDENTAL, Operator
 
 # Shares of a data sheet's figures that kernels reach. They fit the steps that others have published for five GPUs
 # (benchmarks/results/plan_time_published.csv); the share of depthwise convolutions is an assumption.
 _SHARES = {PRODUCT: 0.55, ATTENTION: 0.25, CONVOLUTION: 0.60, NARROW: 0.05}
-_PERIPHERAL_SHARE = 0.055  # of our attention kernels: 43 to 56 TFLOP/s on an H200 (docs/results/step.md)
+# Of our kernels (docs/results/step.md): of attention 43 to 56 TFLOP/s on an H200, Φp in three TF32 products for one of float32.
+_OURS = {PERIPHERAL: 0.055, PHI_MAPS: 0.10}
 # Cards for games clock higher than their data sheets say; Hopper and Blackwell lower under load, and their matrix units are too
 # fast for products of a vision model's widths. The first letters of their names:
 _PRODUCTS = {"rtx": 1.0, "h": 0.45, "b": 0.45}
@@ -80,8 +81,7 @@ class GpuRates:
             problem = f"train.precision=bf16 requires a GPU with bf16, got {self.gpu.name}"
             raise UserError(problem, "set train.precision=fp32, or choose another GPU")
         share = self.shares[operator.kind] if half or operator.kind != PRODUCT else _SINGLE
-        share = _PERIPHERAL_SHARE if operator.name == PERIPHERAL else share
-        return max(operator.flops / (peak * share), least)
+        return max(operator.flops / (peak * _OURS.get(operator.name, share)), least)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ PARAMETERS, WEIGHT_COPIES, GRADIENTS = "parameters", "bf16 copies of the weights
 PRODUCT, ATTENTION, CONVOLUTION, NARROW, MAP = (
     "matrix products", "attention", "convolutions", "depthwise and narrow convolutions", "bandwidth-bound operators",
 )  # fmt: skip
-PERIPHERAL = "peripheral attention"  # a name of operators
+PERIPHERAL, PHI_MAPS = "peripheral attention", "maps of Φp"  # names of operators
 KINDS = (PRODUCT, ATTENTION, CONVOLUTION, NARROW, MAP)
 _NARROW_SIDE = 32  # a convolution whose weights are a smaller matrix, per group, keeps no matrix unit busy
 
@@ -136,14 +136,17 @@ class Trace(TorchDispatchMode):
             kernels: that it starts on a GPU.
             name: :data:`PERIPHERAL` if they are ours.
         """
+        q, k, v = qkv
+        scores = q.shape[:-1].numel() * k.shape[-2]
+        flops = float(products * scores * (q.shape[-1] + v.shape[-1]))
+        # A forward pass within a backward pass is that of a recomputation.
+        facts = {"elements": scores, "recomputed": self._backward and products == 2, "kernels": kernels}
+        self.kernel(name or "attention", ATTENTION, flops, read, written, **facts)
+
+    def kernel(self, name: str, kind: str, flops: float, read: list[Tensor], written: list[Tensor], **facts: Any) -> None:
+        """Write down an operator that PyTorch does not see as one. ``facts``: other fields of :class:`Operator`."""
         if self._records:
-            q, k, v = qkv
-            scores = q.shape[:-1].numel() * k.shape[-2]
-            flops = float(products * scores * (q.shape[-1] + v.shape[-1]))
-            # A forward pass within a backward pass is that of a recomputation.
-            again = self._backward and products == 2
-            facts = {"kind": ATTENTION, "flops": flops, "elements": scores, "recomputed": again, "kernels": kernels}
-            self._add(name or "attention", read, written, **facts)
+            self._add(name, read, written, kind=kind, flops=flops, **facts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

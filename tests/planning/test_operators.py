@@ -11,7 +11,7 @@ from pipeline.config import Config, load_config
 from pipeline.hardware import GPUS
 from pipeline.models import flops
 from pipeline.planning.memory import Subject, traced_evaluation, traced_step
-from pipeline.planning.trace import ATTENTION, MAP, NARROW, PRODUCT
+from pipeline.planning.trace import ATTENTION, MAP, NARROW, PHI_MAPS, PRODUCT
 from pipeline.planning.traced_step import TracedStep
 
 BATCH = 4
@@ -22,9 +22,9 @@ def config(name: str, *overrides: str) -> Config:
     return load_config("configs/pervit_t.yaml", [f"model.name={name}", f"eval.batch_size={BATCH}", *sizes, *overrides])
 
 
-def step_of(name: str, precision: str, *overrides: str, on_gpu: bool) -> TracedStep:
+def step_of(name: str, precision: str, *overrides: str, on_gpu: bool, gpu: str = "a100-80g") -> TracedStep:
     run = config(name, f"train.precision={precision}", *overrides)
-    return traced_step(Subject(run, 1, 1, GPUS["a100-80g"] if on_gpu else None))
+    return traced_step(Subject(run, 1, 1, GPUS[gpu] if on_gpu else None))
 
 
 @pytest.mark.parametrize("name", ["pervit_t", "deit_t"])
@@ -61,16 +61,26 @@ def test_autocast_casts_what_cuda_casts() -> None:
         kinds = {(o.name, o.dtype) for o in step.operators}
         assert ("addmm", torch.bfloat16) in kinds and ("addmm", torch.float32) not in kinds
         assert ("peripheral attention" if on_gpu else "attention", torch.bfloat16) in kinds
-        assert ("convolution", torch.float32) in kinds, "of Φp"
+        assert ("maps of Φp" if on_gpu else "convolution", torch.float32) in kinds
         dtypes = {o.dtype for o in step.operators if o.name == "native_layer_norm"}
         assert norms in dtypes
 
 
-def test_phi_is_one_network_on_a_gpu() -> None:
-    """Guards against the operators of the other device's form."""
-    gpu, cpu = (Counter(o.kind for o in step_of("pervit_t", "fp32", on_gpu=on).operators) for on in (True, False))
-    assert gpu[NARROW] < cpu[NARROW]
-    assert gpu[ATTENTION] == cpu[ATTENTION] == 24
+def test_phi_is_one_network_on_a_gpu_with_kernels_of_its_own() -> None:
+    """Guards against the operators of the other device's form, and against convolutions that the kernels leave out or do twice."""
+    cpu, old, gpu = (
+        step_of("pervit_t", "fp32", on_gpu=on, gpu=name).operators
+        for on, name in ((False, ""), (True, "v100-32g"), (True, "a100-80g"))  # the kernels need Ampere
+    )
+    narrow = [sum(o.kind == NARROW for o in operators) for operators in (cpu, old, gpu)]
+    assert narrow[0] > narrow[1] == narrow[2] + 4
+    assert sum(o.kind == ATTENTION for o in gpu) == sum(o.kind == ATTENTION for o in cpu) == 24
+    forward, backward = (o.flops for o in gpu if o.name == PHI_MAPS)
+    count = Counter(o.flops for o in old if o.kind == NARROW)
+    count.subtract(o.flops for o in gpu if o.kind == NARROW)
+    first, first_again, second, both = sorted(count.elements())
+    assert first == first_again and both == 2 * second
+    assert (forward, backward) == (first + 4 * second, first + 4 * both), "4 heads, in tiles of 16"
 
 
 def test_bytes_are_those_of_the_tensors() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.errors import UserError
-from pipeline.kernels.peripheral import suits_kernels
+from pipeline.kernels.peripheral import phi_maps, suits_kernels
 from pipeline.models.common.base import Switches, VisionModel
 from pipeline.models.common.layers import ModuleList
 from pipeline.models.pervit import position
@@ -40,9 +40,9 @@ def grouped_log_phi(
     two, first = layers[0].layers == 2, together("projection1.weight")
     with torch.autocast(distance.device.type, enabled=False):  # as each layer by itself
         if two and suits_kernels(distance, first):
-            scaled = position.scaled(distance, scale, offset, first, together("projection1.bias"))
-            rest = [together(name) for name in ("norm1.weight", "norm1.bias", "projection2.weight")]
-            r = torch.ops.pervit.phi_maps(distance, *scaled, *rest, position.NORM_EPS)
+            first, shift = position.scaled(distance, scale, offset, first, together("projection1.bias"))
+            weight, bias, second = (together(name) for name in ("norm1.weight", "norm1.bias", "projection2.weight"))
+            r = phi_maps(distance, first, shift, weight, bias, second, position.NORM_EPS)
             r = r + together("projection2.bias")[:, None, None]  # (N, layers * heads, H, W)
         else:
             r = position.project_distances(distance, scale, offset, first, together("projection1.bias"))
