@@ -136,7 +136,7 @@ class Config(Section):
 
     def compilation(self, world_size: int, stage: int | str, on_gpu: bool) -> str:
         """``train.compile`` with "auto" settled, at a ZeRO stage. A step as a graph has only run on one GPU; there the CPU takes longer to
-        start the kernels of a small model than the GPU to run them (docs/results/step.md)."""
+        start the kernels of a small model than the GPU to run them (docs/results/gpu_step.md)."""
         train = self.train
         if train.compile != AUTO:
             return train.compile

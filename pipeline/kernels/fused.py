@@ -37,7 +37,7 @@ class Tiling:
     num_stages: int = 2  # of loads under way
 
 
-# By kernel and largest number of channels: the fastest of 26 of each on an H200, 196 tokens, 128 images (docs/results/step.md).
+# By kernel and largest number of channels: the fastest of 26 of each on an H200, 196 tokens, 128 images (docs/results/gpu_step.md).
 _HOPPER = {
     ("forward", 64): Tiling(64, 64, 4),
     ("query_gradient", 32): Tiling(64, 64, 4, 1),

@@ -26,7 +26,7 @@ from pipeline.planning.trace import ATTENTION, CONVOLUTION, MAP, NARROW, PERIPHE
 # Shares of a data sheet's figures that kernels reach. They fit the steps that others have published for five GPUs
 # (benchmarks/results/plan_time_published.csv); the share of depthwise convolutions is an assumption.
 _SHARES = {PRODUCT: 0.55, ATTENTION: 0.25, CONVOLUTION: 0.60, NARROW: 0.05}
-# Of our kernels (docs/results/step.md): of attention 43 to 56 TFLOP/s on an H200, Φp in three TF32 products for one of float32.
+# Of our kernels (docs/results/gpu_step.md): of attention 43 to 56 TFLOP/s on an H200, Φp in three TF32 products for one of float32.
 _OURS = {PERIPHERAL: 0.055, PHI_MAPS: 0.10}
 # Cards for games clock higher than their data sheets say; Hopper and Blackwell lower under load, and their matrix units are too
 # fast for products of a vision model's widths. The first letters of their names:

@@ -24,7 +24,7 @@ WAITING = "waiting for images"
 START_SECONDS = 60.0  # of a job until its first step: libraries, data, NCCL; an assumption
 COMPILE_SECONDS = 90.0  # torch.compile of a model's blocks (64 s of PerViT-T, 89 s of M on one core, docs/tuning.md)
 _ENGINE_HOST = 40e-6  # seconds of DeepSpeed's engine for each parameter, 8 to 15 ms of 264 (docs/results/step.md); ours copies gradients only
-# Kernels that the CPU starts, of a step's operators: counted 0.86 (PerViT-T) to 0.95 (M) with blocks (docs/results/step.md); graphs: 4.
+# Kernels that the CPU starts, of a step's operators: counted 0.86 (PerViT-T) to 0.95 (M) with blocks (docs/results/gpu_step.md); graphs: 4.
 _STARTS = {"off": 1.0, "blocks": 0.87, "model": 0.9, "graphs": 0.0}
 
 
