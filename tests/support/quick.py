@@ -16,7 +16,7 @@ from nvidia.dali.pipeline import Pipeline
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-PARAMETERS = 1_000_000  # in all models that a test builds; the smallest published one of 224 pixels has five times as many
+PARAMETERS = 400_000  # in all models that a test builds; the smallest published one of 224 pixels has over ten times as many
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec")  # of sys.audit
 
 
