@@ -6,10 +6,12 @@ import os
 import select
 import signal
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -58,13 +60,24 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Writes prose as wide as the terminal; indented lines, which are commands, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled: list[str] = []
+        for kept, group in groupby(text.splitlines(), key=lambda line: not line or line.startswith(" ")):
+            lines = list(group)
+            filled += lines if kept else textwrap.wrap(" ".join(lines), width, break_long_words=False, break_on_hyphens=False)
+        return "\n".join(filled)
+
+
 def command_parser(module: str, description: str | None, epilog: str | None = None) -> CommandParser:
     """A parser whose usage shows what was typed, not the file's name. ``module``: of the command, as for ``python -m``."""
     return CommandParser(
         prog=typed(module),
         description=description or "",  # None: of python -OO
         epilog=epilog or "",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
 
 

@@ -1,7 +1,7 @@
 """Export a trained model for other programs: with a model card and a checksum.
 
-    pervit export runs/pervit_t --format onnx --output pervit_t.onnx
-    pervit export pervit_t.safetensors --format torch-export --output pervit_t.pt2
+    pervit export runs/pervit_t --output pervit_t.onnx
+    pervit export pervit_t.safetensors --output pervit_t.pt2
     pervit export runs/pervit_t --format timm --output pervit_t_timm --push-to-hub pervit_t
     pervit export --verify pervit_t.onnx
 
@@ -39,7 +39,8 @@ def main() -> int:
     add = parser.add_argument
     sources = "a run folder, one of its checkpoints, or an exported file"
     add("checkpoint", nargs="?", type=place_argument, metavar="CHECKPOINT", help=sources)
-    add("--format", metavar="FORMAT", help="; ".join(f"{each.name}: {each.what}" for each in FORMATS.values()))
+    formats = "; ".join(f"{each.name}: {each.what}" for each in FORMATS.values())
+    add("--format", metavar="FORMAT", help=f"{formats} (default: by the ending of --output)")
     add("--output", type=Path, metavar="PATH", help="the file or folder to write")
     add("--step", type=parse_step, metavar="N|best", help="which checkpoint (default: the newest)")
     add("--weights", choices=("model", "ema"), help="default: ema if the run kept an average, else model")
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
             problems = verify(args.verify)
         print("\n".join(f"DAMAGED {sentence}" for sentence in problems) if problems else "whole")
         return DAMAGED if problems else 0
+    if args.output and args.format is None:
+        args.format = next((form.name for form in FORMATS.values() if form.ending == args.output.suffix), None)
     for name in ("checkpoint", "format", "output"):
         if getattr(args, name) is None:
             given = name.upper() if name == "checkpoint" else f"--{name}"

@@ -72,7 +72,7 @@ def earlier_run(given: Path | None, subject: "Subject", record: Path | None = No
     except UserError as error:
         if given:
             raise
-        return None, str(error)
+        return None, f"{path} does not measure this plan: {error.problem}."
     why = difference(measured, subject)
     if why and given:
         raise UserError(f"--measured must be a run like this plan, got {path}: {why}", "pass another run, or leave it out")

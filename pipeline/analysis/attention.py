@@ -98,7 +98,7 @@ class AttentionChapter(GridChapter):
         super().__init__(request)
         self._distance = self.collect(AttentionDistance(self.grid))
 
-    @figure("attention_distance", "Mean attention distance", "ConViT, Eq. 8 and Fig. 5, at one time of the training", "images")
+    @figure("attention_distance", "Mean attention distance", "ConViT, Eq. 8 and Fig. 5, at one point in training", "images")
     def _distances(self, findings: Findings) -> Plot:
         distance, even = self._distance.mean("distance"), float(self._distance.distances.mean())
         findings.measure("mean_attention_distance", distance, "[layer][head], patches")

@@ -65,7 +65,7 @@ class MapsChapter(PeripheralChapter):
         findings.measure("initialization.mean_change", distance, unit)
         return Plot(
             f"Φp of the query (framed: {self.query_text}) as training began{', the same for all heads,' if alike else ''} and as it is "
-            f"now, heads sorted by nonlocality. {'' if alike else _REDRAWN}All maps share one scale, so that brightness compares.",
+            f"now, heads sorted by nonlocality. {'' if alike else _REDRAWN}All maps share one scale, so that brightness is comparable.",
             partial(self._map_figure, maps, rows={0: "initial", first: "now"}, apart={first}),
         )
 
@@ -76,7 +76,7 @@ class MapsChapter(PeripheralChapter):
             "Size and strength of the initial Φp, for the framed query. First row: the bias of the last instance norm grows from "
             f"{NORM_BIAS[0]:g} to {NORM_BIAS[1]:g}, its weight is 1. Second row: the weight falls from {NORM_WEIGHT[0]:g} to "
             f"{NORM_WEIGHT[1]:g}, the bias is 0. Third row: both, the peripheral initialization of the layers. The paper does not say "
-            "what the other of the two is in the first two rows; these are instance norm's own.",
+            "what the other of the two is in the first two rows; these are instance norm's defaults.",
             partial(self._map_figure, maps, rows=("bias", "weight", "both")),
         )
 

@@ -8,6 +8,7 @@ RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. COMMAND 
 """
 
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, find_damage
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, printable, size_text
-from pipeline.terminal import Stage
+from pipeline.terminal import Stage, fitted
 
 _NAMED = 5  # bad samples that are listed
 _LONGEST = 4000  # characters of a line
@@ -36,14 +37,14 @@ def inspect(path: Path, step: int | str | None) -> None:
     """Print a table of all checkpoints, and the contents of one: the one asked for, else the newest that is readable."""
     run_dir, chosen = folders.find_checkpoint(path, step)
     manifests = folders.read_manifests(run_dir)
-    print(table(run_dir, manifests), flush=True)
+    print(fitted(table(run_dir, manifests), sys.stdout), flush=True)
     if step is None and folders.locate(path)[1] is None:
         newest = folders.newest_readable(manifests)
         chosen = newest.state.step if newest else chosen
     manifest = manifests[chosen]
     if isinstance(manifest, UserError):
         raise manifest
-    print("\n" + details(folders.step_folder(run_dir, chosen), manifest))
+    print(fitted("\n" + details(folders.step_folder(run_dir, chosen), manifest), sys.stdout))
 
 
 def table(run_dir: Path, manifests: folders.Manifests) -> str:

@@ -8,6 +8,7 @@ Multiply-accumulates: pervit flops MODEL [--switch NAME=VALUE].
 """
 
 import json
+import sys
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -15,6 +16,7 @@ from pipeline import models
 from pipeline.command_line import command_parser, run_command
 from pipeline.models.registry import import_path, installed_models, parameter_count
 from pipeline.models.timm.names import is_timm
+from pipeline.terminal import fitted
 
 
 def overview() -> str:
@@ -76,7 +78,7 @@ def main() -> None:
     parser = command_parser("pipeline.models", __doc__)
     parser.add_argument("model", nargs="?", help="show this model's switches; also timm:NAME")
     args = parser.parse_args()
-    print(overview() if args.model is None else details(args.model))
+    print(fitted(overview() if args.model is None else details(args.model), sys.stdout))
 
 
 if __name__ == "__main__":

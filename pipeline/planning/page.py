@@ -17,8 +17,8 @@ Rows = Iterable[tuple[str, str]]  # what it is, its value
 _BAR = 30  # characters of the largest part
 _TIMES = "\N{MULTIPLICATION SIGN}"
 # benchmarks/plan_time.py prints the tables.
-_GPU_ERROR = "7 % in the middle, up to 41 %, against published training steps; starting kernels and network are assumptions"
-_CPU_ERROR = "up to 26 % against steps measured on one CPU"
+_GPU_ERROR = "median 7 %, at most 41 %, against published training steps; starting kernels and network are assumptions"
+_CPU_ERROR = "at most 26 % against steps measured on one CPU"
 
 
 def text(subject: Subject, memory: Memory, time: Time, passed_over: str | None = None) -> str:
@@ -200,7 +200,7 @@ def _bound(time: Time) -> str:
     if time.loader_rate is None:
         on_gpu = subject.gpu and subject.config.data.decode == "gpu"
         decoded = "fewer as the GPU decodes" if on_gpu else "--cpus N says if they are there"
-        return f"compute, if images arrive, which takes {needed:,} CPU cores per node: {decoded}"
+        return f"compute, if the loader keeps up, which needs {needed:,} CPU cores per node: {decoded}"
     rate = f"{time.cpus:,} CPU cores per node load {time.loader_rate:,.0f} images/s"
     if time.bound_by_loader:
         return f"the loader: {rate}; training could take {time.compute_rate:,.0f}, which needs {needed:,} cores"
@@ -231,7 +231,7 @@ def _storage(time: Time) -> Rows:
     if need:
         yield "loader", f"{1e3 * need.cpu_seconds:.1f} ms of CPU time per image, {need.source}; and a core for each process"
         if subject.gpu and subject.config.data.decode != "cpu":
-            yield "", "fewer where the GPU decodes (data.decode=gpu), which takes of its time"
+            yield "", "fewer where the GPU decodes (data.decode=gpu), which takes some of its time"
         rate = size_text(need.bytes * time.images_per_second / subject.nodes)
         yield "reading", f"{rate}/s on each node, {size_text(need.bytes)} per image; less where the page cache holds it"
     else:

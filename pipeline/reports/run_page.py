@@ -91,7 +91,7 @@ def _result(run: RunFolder, recipe: PaperRecipe | None, starts: list[Start]) -> 
         if best is not final:
             tiles.append(("Top-1, best", f"{best['top1']:.2f} %", of_best))
         if is_number(final.get("top5")):
-            tiles.append(("Top-5", f"{final['top5']:.2f} %", "same evaluation as the first"))
+            tiles.append(("Top-5", f"{final['top5']:.2f} %", "same evaluation as top-1"))
         if is_number(final.get("loss")):
             tiles.append(("Validation loss", f"{final['loss']:.4f}", "cross-entropy"))
     if recipe and recipe.top1 is not None:

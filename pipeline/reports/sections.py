@@ -73,7 +73,7 @@ def analysis_figures(folder: Path) -> tuple[Html | None, list[str]]:
     count = images.get("count") if isinstance(images, dict) else None
     over = f" over {count:,} images" if is_number(count) else ""
     more = f" {left_out} more figures are in {folder}." if left_out else ""
-    return join([html("<p>Made by <code>pipeline.analyze</code>{}.{}</p>", over, more), *parts]), problems
+    return join([html("<p>Made by <code>pervit analyze</code>{}.{}</p>", over, more), *parts]), problems
 
 
 def _entries(told: dict[str, Any]) -> dict[str, tuple[str, str]]:

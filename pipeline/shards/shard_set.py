@@ -59,7 +59,9 @@ class ShardSet(Samples):
         self.folder, self.split = source.folder, split
         manifest = source.manifest()
         if split not in manifest.splits:
-            problem = f"the split must be one of {sorted(manifest.splits)} of {self.folder / MANIFEST}, got {split!r}"
+            problem = (
+                f"{self.folder} must have the split {split!r}, but {MANIFEST} lists only {', '.join(sorted(manifest.splits))}"
+            )
             raise UserError(problem, _advice(self.folder, split))
         self.classes, self.named = manifest.classes, manifest.class_names
         self.class_names = manifest.class_names or manifest.classes

@@ -30,6 +30,11 @@ class Schedule:
         whole = math.ceil(steps - 1e-9)  # 1e-9: a rounding error must not add a step
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
+    @property
+    def end(self) -> str:
+        """What the last step is, for people."""
+        return "train.max_steps" if self.last_step == self.max_steps else "the end of the schedule"
+
     def samples(self, step: int) -> int:
         return step * self.global_batch_size
 

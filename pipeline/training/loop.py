@@ -184,7 +184,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
         "a signal": stopping,
         "the best accuracy so far": improved,
         "an evaluation that the last checkpoint says is due": made_up_for,
-        "the end of the schedule": run.step == run.schedule.last_step,
+        run.schedule.end: run.step == run.schedule.last_step,
         "checkpoint.every_steps": every is not None and run.step % every == 0,
     }
     if any(reasons.values()):

@@ -141,6 +141,6 @@ class Run:
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             return kind + first_line(error)[:_LONGEST_REASON]
         if whole:
-            return "the end of the schedule"
+            return self.schedule.end
         received = self.stop.received
         return f"stopped by {signal.Signals(received).name if received else 'a signal to another rank'}"
