@@ -165,7 +165,7 @@ def speed(run: RunFolder, starts: list[Start]) -> Html | None:
         ("Throughput", [Curve("throughput", *rates)], "images/s"),
         ("Model FLOPs utilization", [Curve("model flops utilization", mfu_steps, 100 * mfu)], "%"),
         ("Waiting for data", [Curve("waiting for data", wait_steps, 100 * waits)], "% of the time"),
-        ("Waiting for the slowest rank", [Curve("waiting for a rank", cost_steps, 100 * costs)], "% of the time"),
+        ("Waiting for a rank", [Curve("waiting for a rank", cost_steps, 100 * costs)], "% of the time"),
         ("Memory of a process", [Curve("now", *run.curve("memory_gib")), Curve("peak", *run.curve("peak_memory_gib"))], "GiB"),
     ]
     plots = _plots(run, [*_restarts(starts), *_pauses(run)], shown)

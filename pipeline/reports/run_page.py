@@ -53,7 +53,8 @@ def run_page(run: RunFolder, predictions: Path | None = None, shards: Place | No
 
 
 def _how(words: str, command: str) -> Html:
-    return html("<p>{}:</p><pre><code>{}</code></pre>", words, command)
+    parts = join([html("<span>{}</span>", word) for word in command.split(" ")], " ")  # lines break between them, not in --data
+    return html("<p>{}:</p><pre><code>{}</code></pre>", words, parts)
 
 
 def _mistakes(run: RunFolder, predictions: Path | None, shards: Place | None, problems: list[str]) -> Html:

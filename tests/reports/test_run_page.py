@@ -52,7 +52,7 @@ def test_the_story_of_a_run_with_three_restarts_and_a_bad_sample(storied_run: Pa
     starts = starts_of(run)
     assert [start.whole for start in starts] == [False, True, False, True]
     assert "killed" in starts[0].end and "killed" in starts[2].end
-    assert starts[1].end == "stopped by SIGTERM" and starts[3].end == "the end of the schedule"
+    assert starts[1].end == "stopped by SIGTERM" and starts[3].end == "train.max_steps"
     assert (
         starts[1].step == 5 * ((starts[0].reached or 0) // 5) or starts[1].step == 0
     )  # a save was not done when it was killed
