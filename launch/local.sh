@@ -149,8 +149,9 @@ while [ "${#pids[@]}" != 0 ]; do
       fi
     fi
     end_all
-      if [ "$rank" != 0 ] && [ "$code" != 75 ]; then   # 75: stopped by a signal, what was trained is saved
-      echo "rank $rank failed with exit code $code:" >&2
+    if [ "$rank" != 0 ] && [ "$code" != 75 ]; then   # 75: stopped by a signal, what was trained is saved
+      if [ -s "$errors/$rank" ]; then said=:; else said=; fi
+      echo "rank $rank failed with exit code $code$said" >&2
       cat "$errors/$rank" >&2
     fi
     exit "$code"
