@@ -1,10 +1,9 @@
-"""Inspect, verify and export a run's checkpoints: also while the training is running.
+"""Inspect and verify a run's checkpoints: also while the training is running.
 
     pervit checkpoint inspect runs/pervit_t
     pervit checkpoint verify runs/pervit_t/checkpoints/step-00001000
-    pervit checkpoint export runs/pervit_t --step best --output pervit_t.safetensors
 
-RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. COMMAND --help lists the options and shows examples.
+RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. COMMAND --help lists the options and shows examples. Their weights in a file: pervit export.
 """
 
 import math
@@ -25,11 +24,6 @@ _COLUMNS = ("step", "epochs", "samples", "written", "size", "processes", "ZeRO",
 _COMMANDS = {  # what it does, and arguments of two examples
     "inspect": ("show the checkpoints of a run", "", " --step best"),
     "verify": ("check every file against its checksum; the exit code is 1 if one is damaged", "", " --step 1000"),
-    "export": (
-        "write the weights to a safetensors file",
-        " --output pervit_t.safetensors",
-        " --step best --weights ema --output best.safetensors --force",
-    ),
 }
 
 
@@ -165,26 +159,11 @@ def main() -> int | None:
         add("path", type=Path, metavar="RUN_DIR", help="a run's output_dir, or the folder of one of its checkpoints")
         default = "all" if name == "verify" else "the newest"
         add("--step", type=folders.parse_step, metavar="N|best", help=f"which checkpoint (default: {default})")
-    add("--output", type=Path, required=True, metavar="FILE", help="*.safetensors")
-    weights = "default: ema if the run kept an average, else model; for --step best, those that scored best"
-    add("--weights", choices=("model", "ema"), help=weights)
-    names = "tensor names: this project's or the published code's"
-    add("--names", choices=("ours", "authors"), default="ours", help=names)
-    add("--force", action="store_true", help="replace an existing file")
     args = parser.parse_args()
     if args.command == "inspect":
         inspect(args.path, args.step)
         return None
-    if args.command == "verify":
-        return verify(args.path, args.step)
-    folders.find_checkpoint(args.path, args.step)
-    with Stage(f"exporting {args.path}"):
-        from pipeline.checkpoint.weights import export
-
-        written = export(args.path, args.output, args.step, args.weights, args.names, args.force)
-    named = "the authors' names" if written.names == "authors" else "this project's names"
-    print(f"{args.output}: {written.model}, {written.weights} weights of step {written.step}, {named}")
-    return None
+    return verify(args.path, args.step)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Read the weights of a checkpoint as plain state dicts, for evaluation, fine-tuning and distillation, and export them to one file."""
+"""Read the weights of a checkpoint as plain state dicts, for evaluation, fine-tuning and distillation and exports."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,10 @@ from torch import Tensor
 from pipeline.checkpoint.folder import BEST, check_source, find_checkpoint, saved_steps, step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest, RunState, find_damage
 from pipeline.checkpoint.parts import BUFFER, EMA, EMA_BUFFER, WEIGHT, SliceReader, find_gaps, read_headers
-from pipeline.config import Config, config_from_dict
+from pipeline.config import Config
 from pipeline.errors import UserError
-from pipeline.files import check_writable
 from pipeline.models.timm.names import is_timm_folder
-from pipeline.models.weights.exported import SUFFIX, Description, Kind, read_pickled, read_tensors, write_exported
+from pipeline.models.weights.exported import SUFFIX, Description, Kind, read_pickled, read_tensors
 from pipeline.models.weights.reference_names import Names
 from pipeline.models.weights.timm_folder import read_folder_config, read_folder_weights
 from pipeline.models.weights.transfer import check_finite
@@ -104,25 +103,6 @@ def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialW
         weights = read_pickled(source, f"{key} {source}")
     what = f"{description.weights} weights of step {description.step}" if description else f"{len(weights)} tensors"
     return InitialWeights(weights, classes, what)
-
-
-def export(run_dir: Path, output: Path, step: int | str | None, kind: Kind | None, names: Names, force: bool) -> Description:
-    """Export the weights of a checkpoint to one file, ``*.safetensors``; returns their description.
-
-    ``step`` and ``kind`` choose as in :func:`read_weights` and :meth:`SavedWeights.choose`, with their errors. Raises
-    UserError: ``output`` exists or cannot be written.
-    """
-    if output.suffix != SUFFIX:
-        raise UserError(f"--output must end in {SUFFIX}, got {output}", f"name it {output.with_suffix(SUFFIX).name}")
-    check_writable(output)
-    if output.exists() and not force:
-        raise UserError(f"{output} exists", "choose another --output, or add --force to replace it")
-    saved = read_weights(run_dir, step)
-    state = saved.state
-    config = config_from_dict(state.config, source="the checkpoint")
-    description = describe(config, state.classes, state.step, kind or saved.default, names, state.class_names)
-    write_exported(output, saved.choose(kind), description)
-    return description
 
 
 def describe(

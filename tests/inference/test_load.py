@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from pipeline import evaluate as evaluate_command
 from pipeline import load
 from pipeline.checkpoint.folder import step_folder
-from pipeline.checkpoint.weights import export, read_weights
+from pipeline.checkpoint.weights import read_weights
 from pipeline.cluster.world import World
 from pipeline.config import config_from_dict
 from pipeline.errors import UserError
@@ -32,7 +32,7 @@ from pipeline.training.building import build_model
 from support.launching import REPOSITORY, run_script
 from support.photos import write_photos
 from support.ranks import run_forked
-from support.runs import train_twice_saved
+from support.runs import export_weights, train_twice_saved
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)
 
@@ -46,7 +46,7 @@ def run(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("exported") / "weights.safetensors"
-    export(run, file, step=None, kind=None, names="ours", force=False)
+    export_weights(run, file)
     return file
 
 
@@ -174,7 +174,7 @@ def test_every_command_means_the_same_weights(run: Path, exported: Path, tmp_pat
     assert best.state.step == 2 and best.default == best.state.best["weights"]
     first = read_weights(step_folder(run, 1))
     assert first.state.step == 1 and not torch.equal(first.ema["head.weight"], ema)
-    export(run, tmp_path / "a.safetensors", step="best", kind=None, names="ours", force=False)
+    export_weights(run, tmp_path / "a.safetensors", "best")
     assert torch.equal(load_file(tmp_path / "a.safetensors")["head.weight"], best.choose()["head.weight"])
 
 
@@ -208,7 +208,7 @@ def test_a_head_is_kept_only_for_the_same_classes(run: Path, exported: Path, tmp
     assert torch.equal(head_after(plain, run, digits), read_weights(run).model["head.weight"])
     out = capsys.readouterr().out
     assert "the head is loaded, although train.init_from" in out and "does not name its classes" in out
-    export(run, tmp_path / "theirs.safetensors", step=None, kind=None, names="authors", force=False)
+    export_weights(run, tmp_path / "theirs.safetensors", names="authors")
     assert torch.equal(head_after(tmp_path / "theirs.safetensors", run, digits), ema)
     out = capsys.readouterr().out
     assert "init_from: they have the names of the authors' code\n" in out and "the head is kept" in out

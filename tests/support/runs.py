@@ -8,6 +8,9 @@ from pathlib import Path
 
 import yaml
 
+from pipeline.export import read_subject
+from pipeline.exporting.weights_file import export_safetensors
+from pipeline.models.weights.reference_names import Names
 from support.precisions import FP32
 from support.ranks import run_forked
 from support.small_run import SMALL_MODEL
@@ -53,3 +56,8 @@ def evaluation_rows(run_dir: Path) -> list[dict]:
 
 def _rows(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def export_weights(run: Path, file: Path, step: int | str | None = None, names: Names = "ours") -> None:
+    """Export a run's weights to a safetensors file, as ``pervit export`` does."""
+    export_safetensors(read_subject(run, step, None, names), file)

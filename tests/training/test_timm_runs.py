@@ -19,11 +19,10 @@ import torch
 
 from faults.history import same_files
 from pipeline.checkpoint.folder import latest_step, step_folder
-from pipeline.checkpoint.weights import export
 from pipeline.inference.trained import read_trained
 from pipeline.models.weights.exported import read_exported
 from support.ranks import Job, run_forked
-from support.runs import step_rows
+from support.runs import export_weights, step_rows
 from support.timm_models import ARCHITECTURES, SIZE, installed_timm, overrides
 
 pytestmark = pytest.mark.multiprocess
@@ -70,7 +69,7 @@ def whole_life(kind: str, config: Path, folder: Path) -> None:
     data = read_trained(straight).config.data.path
     run_forked("pipeline.evaluate", "--checkpoint", straight, "--data", data, "--json", result)
     assert json.loads(result.read_text())["count"] == 359
-    export(straight, file, step=None, kind=None, names="ours", force=False)
+    export_weights(straight, file)
     trained, images = read_trained(straight), torch.randn(2, 3, SIZE, SIZE)
     model = trained.build_model()
     with torch.inference_mode():

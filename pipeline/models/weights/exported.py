@@ -97,7 +97,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
             data = file.read()  # not memory-mapped: changes to the file would change the weights, truncation would raise SIGBUS
         weights = load(data)
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist", "pass a file that `pervit checkpoint export` wrote") from None
+        raise UserError(f"{path} does not exist", "pass a file that `pervit export` wrote") from None
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:  # the last two: a dtype that PyTorch does not know
         raise UserError(f"{path} cannot be read ({error})", "export it again") from None
     (size,) = struct.unpack("<Q", data[:8])
@@ -111,7 +111,7 @@ def read_exported(path: Path) -> tuple[VisionModel, Description]:
     weights, description = read_tensors(path)
     if description is None:
         remedy = f"build the model with create_model and load the file's {len(weights)} tensors with load_state_dict"
-        raise UserError(f"{path} has no description of its model, as `pervit checkpoint export` writes it", remedy)
+        raise UserError(f"{path} has no description of its model, as `pervit export` writes it", remedy)
     return build_described(path, weights, description), description
 
 
