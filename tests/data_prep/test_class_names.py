@@ -13,7 +13,7 @@ import pytest
 
 from data_prep.class_names import read_class_names
 from pipeline.checkpoint.manifest import CheckpointManifest
-from pipeline.checkpoint.weights import export, read_weights
+from pipeline.checkpoint.weights import read_weights
 from pipeline.errors import UserError
 from pipeline.inference.trained import load
 from pipeline.models.weights.exported import read_exported
@@ -23,7 +23,7 @@ from support.images import encoded, picture
 from support.launching import run_script
 from support.official_files import write_devkit, write_official_imagenet
 from support.ranks import run_forked
-from support.runs import write_small_config
+from support.runs import export_weights, write_small_config
 from support.sharding import SHARDER, digests
 from support.small_run import SMALL_MODEL
 
@@ -140,7 +140,7 @@ def test_names_reach_what_people_look_at(named: Path, tmp_path: Path) -> None:
     run, file = named / "run", tmp_path / "exported.safetensors"
     state = read_weights(run).state
     assert (state.classes, state.class_names) == (["c0", "c1"], ["a crane", "a tench"])
-    export(run, file, step=None, kind=None, names="ours", force=False)
+    export_weights(run, file)
     description = read_exported(file)[1]
     assert (description.classes, description.class_names, description.shown) == (
         state.classes,

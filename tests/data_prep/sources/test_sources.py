@@ -61,7 +61,7 @@ def test_a_zip_is_read_like_the_tree_in_it(tmp_path: Path) -> None:
     flat = {name: data for name, data in images.items() if name.startswith("train/")}
     for form in (tmp_path / "tree", write_zip(tmp_path / "flat.zip", {**flat, "test/flat.jpg": jpeg(3)})):
         assert list(open_sources(form)) == ["train"]
-        with pytest.raises(UserError, match=r"must have the split 'val', but manifest.json lists only train"):
+        with pytest.raises(UserError, match=r"the split must be one of \['train'\] of .*, got 'val'"):
             open_sources(form, "val")
 
     # One more folder around it, with a file beside; and a plain tree, which is whichever split is wanted.
