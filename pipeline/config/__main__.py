@@ -1,10 +1,12 @@
 """Print every config key with its default and meaning: or a config in full.
 
-pervit config                 all keys
-pervit config optim train.    keys with one of these prefixes
-pervit config --markdown      the page docs/config.md of the repository
-pervit config --recipes       the configs that --config takes by name, and their folder
-pervit config --config ablations/pervit_table1_e_no_cpe    a config in full, as a file, with what it is in its first lines
+    pervit config                 all keys
+    pervit config optim train.    keys with one of these prefixes
+    pervit config --markdown      the page docs/config.md of the repository
+    pervit config --recipes       the configs that --config takes by name, and their folder
+    pervit config --config ablations/pervit_table1_e_no_cpe    a config in full, as a file, with what it is in its first lines
+
+--config takes a file, or the name of a shipped config.
 """
 
 import shutil

@@ -112,7 +112,7 @@ def test_the_slower_of_computing_and_loading_counts() -> None:
     unknown = planned(run, loader=need)
     assert unknown.run and unknown.run.hours == free.run.hours and unknown.cores
     assert unknown.cores == pytest.approx(4 + free.images_per_second / 2 * need.cpu_seconds)
-    assert f"which takes {math.ceil(unknown.cores):,} CPU cores per node: --cpus N says" in words(unknown)
+    assert f"which needs {math.ceil(unknown.cores):,} CPU cores per node: --cpus N says" in words(unknown)
     enough = planned(run, loader=need, cpus=math.ceil(unknown.cores))
     assert enough.step_seconds == free.step_seconds and WAITING not in enough.parts and "are enough" in words(enough)
     few = planned(run, loader=need, cpus=12, price=1.0)
