@@ -3,7 +3,8 @@
     pervit checkpoint inspect runs/pervit_t
     pervit checkpoint verify runs/pervit_t/checkpoints/step-00001000
 
-RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. COMMAND --help lists the options and shows examples. Their weights in a file: pervit export.
+RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. COMMAND --help lists the options and shows examples. `pervit export`
+writes a checkpoint's weights to a file.
 """
 
 import math

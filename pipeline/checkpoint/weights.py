@@ -1,4 +1,4 @@
-"""Read the weights of a checkpoint as plain state dicts, for evaluation, fine-tuning and distillation and exports."""
+"""Read the weights of a checkpoint as plain state dicts, for evaluation, fine-tuning, distillation and exports."""
 
 from dataclasses import dataclass
 from pathlib import Path

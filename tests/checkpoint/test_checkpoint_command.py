@@ -197,6 +197,38 @@ def test_an_exported_file_evaluates_as_its_checkpoint(run: Path, digits_shards: 
             read_trained(file, step, kind)
 
 
+def test_nothing_is_replaced_silently(run: Path, export, tmp_path: Path) -> None:
+    """Guards against the loss of an earlier export."""
+    file = tmp_path / "weights.safetensors"
+    file.write_text("mine")
+    with pytest.raises(UserError, match="exists: choose another --output, or add --force"):
+        export(run, "--output", file)
+    assert file.read_text() == "mine"
+    export(run, "--output", file, "--step", 2, "--force")
+    read_exported(file)[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [file.name, f"{file.name}.md", f"{file.name}.sha256"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["{tmp}", "--output", "{tmp}/a.safetensors"], "must have a checkpoint, got no "),
+        (["{run}", "--output", "{tmp}/x/a.safetensors"], r"the folder .*/x does not exist or cannot be written"),
+        (["{damaged}", "--output", "{tmp}/a.safetensors"], "part-00001.safetensors was changed after it was written"),
+        (["{damaged}", "--output", "{tmp}/a.safetensors", "--step", "3"], "checkpoint.json is damaged"),
+    ],
+)
+def test_nothing_is_exported_of_what_is_not_whole(
+    arguments: list[str], expected: str, run: Path, damaged: Path, export, tmp_path: Path
+) -> None:
+    """Guards against a traceback, and against half an exported file."""
+    places = {"run": run, "damaged": damaged, "tmp": tmp_path}
+    with pytest.raises(UserError, match=expected) as error:
+        export(*(argument.format(**places) for argument in arguments))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -57,7 +57,8 @@ def test_the_same_images_as_train_and_val_are_warned_of(tmp_path: Path) -> None:
     arguments = ["--source", source, "--output", tmp_path / "shards", "--workers", 1, "--max-rejected", 1]
     assert "--val-share 0.1 would hold one out" in run_script(SHARDER, *arguments).stdout
     with pytest.raises(
-        UserError, match="lists only train: shard again into an empty folder with --val-share 0.1, or other images"
+        UserError,
+        match="must have the split 'val', but manifest.json lists only train: shard again into an empty folder with --val-share 0.1, or other images",
     ):
         ShardSet(tmp_path / "shards", "val")
     warning = "the val split has the images of its train split: accuracy on them says nothing about unseen images"

@@ -297,7 +297,7 @@ def test_labels_of_ones_own_a_transform_and_mixed_targets(digits_shards: Path) -
         ({"augment": "deit_z"}, "deit_z"),
         ({"rank": 2, "world_size": 2}, "rank must be from 0 to world_size - 1, got 2 of 2"),
         ({"rank": 2}, "rank must be from 0 to world_size - 1, got 2 of None: pass both or neither"),
-        ({"split": "test"}, "must have the split 'test', but"),
+        ({"split": "test"}, "must have the split 'test', but manifest.json lists only"),
         ({"drop_last": True, "batch_size": 2000}, "drop_last=True leaves none of an epoch's 1438 images"),
         ({"threads": 0}, "data.num_threads"),
         ({"labels": [1, 2]}, "labels must have numbers for each of 1438 samples, got int64 of shape (2,)"),

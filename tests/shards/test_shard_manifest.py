@@ -163,7 +163,10 @@ def test_a_pipe_in_place_of_a_file_is_named(copied: Path) -> None:
 
 def test_an_unfinished_set_and_an_unknown_split_get_advice_that_works(copied: Path) -> None:
     """Guards against "manifest.json is missing" for a set that one more command would finish, and an invalid --split."""
-    with pytest.raises(UserError, match=r"lists only train, val: pass one of these; .* --split val"):
+    with pytest.raises(
+        UserError,
+        match=r"must have the split 'test', but manifest.json lists only train, val: pass one of these; .* --split val",
+    ):
         ShardSet(copied, "test")
     (copied / MANIFEST).rename(copied / "kept")
     (copied / ".train-in-progress").write_text("{}")
