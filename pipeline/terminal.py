@@ -81,6 +81,19 @@ def stamped(text: str, stream: TextIO, when: float | None = None) -> str:
     return f"{time.strftime(form, time.localtime(when))} {text}"
 
 
+def duration(seconds: float) -> str:
+    """For people, in at most two units: ``40 s``, ``5 min``, ``1 h 12 min``, ``2 d 3 h``."""
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(minutes / 60)
+    return f"{hours // 24} d {hours % 24} h"
+
+
 class Stage:
     """A context in which something takes a while: on a terminal a line counts its seconds, in a file there is one every 5 s,
     unless PERVIT_QUIET is set.
@@ -129,7 +142,9 @@ class Progress(Stage):
         super().__init__(what, shown and not self._bar)
 
     def position(self) -> str:
-        return f"{self._done} of {self._total} {self._unit}"
+        spent = time.monotonic() - self._began
+        left = f", {duration(spent * (self._total / self._done - 1))} left" if self._done else ""
+        return f"{self._done} of {self._total} {self._unit}{left}"
 
     def __iter__(self) -> Iterator[int]:
         if self._bar:

@@ -94,7 +94,7 @@ def test_what_takes_long_says_so() -> None:
     piped = run_script("-c", loud.replace("SECONDS", "1"))
     assert piped.stdout == "" and "nobody" not in piped.stderr
     assert re.search(r"^\d{4}\S+ \S+ thinking: \d s$", piped.stderr, re.MULTILINE)
-    assert re.search(r"looking: 1 of 3 batches$", piped.stderr, re.MULTILINE)
+    assert re.search(r"looking: 1 of 3 batches, [12] s left$", piped.stderr, re.MULTILINE)
     assert run_script("-c", WAIT.replace("SECONDS", "1")).stderr == ""
     shown = on_terminal(WAIT.replace("SECONDS", "2.5"))
     assert re.search(r"thinking: 00:0[12]", shown) and re.search(r"looking: .*\b[123]/3 ", shown) and "nobody" not in shown

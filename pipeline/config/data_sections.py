@@ -65,6 +65,12 @@ class DataConfig(Section):
         """The side of training images in an epoch, pixels; ``image_size`` is the model's."""
         return next((side for begin, side in reversed(self.size_schedule) if begin <= epoch), image_size)
 
+    def area_until(self, epoch: float, image_size: int) -> float:
+        """The area of training images, pixels, summed over epochs until this one: what the time of training grows with."""
+        parts = [(0, image_size), *self.size_schedule]
+        ends = [begin for begin, _ in self.size_schedule] + [epoch]
+        return sum(max(0.0, min(epoch, end) - begin) * side**2 for (begin, side), end in zip(parts, ends))
+
     def misfits(self) -> Iterator[str]:
         epochs = [epoch for epoch, _ in self.size_schedule]
         if epochs != sorted(set(epochs)):

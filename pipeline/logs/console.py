@@ -82,16 +82,3 @@ class _LossyFile(io.FileIO):
             return super().write(data)
         except OSError:  # EIO: the terminal was closed; EPIPE: the reader has exited; ENOSPC: may pass
             return memoryview(data).nbytes
-
-
-def duration(seconds: float) -> str:
-    """For people, in at most two units: ``40 s``, ``5 min``, ``1 h 12 min``, ``2 d 3 h``."""
-    minutes = round(seconds / 60)
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 24 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    hours = round(minutes / 60)
-    return f"{hours // 24} d {hours % 24} h"

@@ -34,7 +34,7 @@ def image_grid(batch: Batch, classes: list[str], mean: tuple[float, ...], std: t
     colours = (shown * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]).clamp(0, 1)
     pixels = (255 * colours).round().byte().permute(0, 2, 3, 1).numpy()  # (n, H, W, 3)
     tiles = [_enlarge(image, _SMALLEST_IMAGE) for image in pixels]
-    return _tensor(_sheet(tiles, columns=8, below=_labels(batch, classes)[:count]))
+    return _tensor(_sheet(tiles, columns=4, below=_labels(batch, classes)[:count]))
 
 
 def _labels(batch: Batch, classes: list[str]) -> list[str]:

@@ -28,7 +28,7 @@ from pipeline.metrics import Metric, slow_rank, tells_top5
 from pipeline.runs import METRICS, TENSORBOARD
 from pipeline.runs.rows import parse_row
 from pipeline.stream.schedule import Schedule
-from pipeline.terminal import paint, shortened
+from pipeline.terminal import duration, paint, shortened
 
 _log = logging.getLogger(__name__)
 _PACE = 10.0  # seconds without a line of progress after which a step gets one
@@ -246,7 +246,7 @@ class RunLog:
         loss = float(sum(values) / len(values))  # waits for the device
         seconds = time.perf_counter() - self._since
         rate = len(self._pending) * self._config.train.global_batch_size / seconds
-        took = f"the first step took {console.duration(seconds)}" if step == self._first_step else f"{rate:.1f} images/s"
+        took = f"the first step took {duration(seconds)}" if step == self._first_step else f"{rate:.1f} images/s"
         self._show_line(step, loss, ["(this rank's)" if self._world.size > 1 else "", took], [])
 
     def _show_line(self, step: int, loss: float, parts: Sequence[str], least: Sequence[str]) -> None:
@@ -256,7 +256,11 @@ class RunLog:
         assert self._pace  # from the first step on
         (first, began), left = self._pace, ""
         if first < step < self._last_step:  # with evaluations and checkpoints, without this start's first step, which is slow
-            left = f"{console.duration((time.perf_counter() - began) / (step - first) * (self._last_step - step))} left"
+            done, now, whole = (
+                self._config.data.area_until(self._schedule.epoch(at), self._config.model.image_size)
+                for at in (first, step, self._last_step)
+            )
+            left = f"{duration((time.perf_counter() - began) * (whole - now) / (now - done))} left"
         self.say(shortened([begin, *parts, left], least, sys.stdout))
 
 

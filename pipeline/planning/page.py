@@ -216,7 +216,8 @@ def _run(time: Time) -> Rows:
     yield "images", f"{images.train:,} for training, {images.val:,} for validation ({images.source})"
     evaluations = f"{counted(length.evaluations, 'evaluation')} of {duration(run.evaluation_seconds)}"
     yield "steps", f"{length.steps:,} in {length.epochs:.4g} epochs; {evaluations}"
-    yield "hours", f"{run.hours:,.3g}, of which {duration(time.start_seconds)} for each start"
+    short = f" ({duration(3600 * run.hours)})" if run.hours < 1 else ""
+    yield "hours", f"{run.hours:,.3g}{short}, of which {duration(time.start_seconds)} for each start"
     if run.jobs is not None and time.time_limit is not None:
         last = f"the last {SIGNAL_SECONDS} s of each for its checkpoint"
         yield "Slurm jobs", f"{run.jobs:,} at a time limit of {time.time_limit / 3600:.4g} h, {last}"

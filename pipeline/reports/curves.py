@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import counted
-from pipeline.logs.console import duration
 from pipeline.page import COLOURS, Figure, Html, figure, html, join
 from pipeline.runs.folder import RunFolder, Start
 from pipeline.runs.rows import is_number
+from pipeline.terminal import duration
 
 Points = tuple[np.ndarray, np.ndarray]  # x and y, (n,) each
 BINS = 1000  # of a thinned curve: two points each, the least and the greatest

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import UserError, counted, first_few
-from pipeline.logs.console import duration
 from pipeline.page import Html, Section, clock, html, join, page, table
 from pipeline.reports import sections
 from pipeline.reports.curves import curves, speed, weights_name
@@ -16,6 +15,7 @@ from pipeline.reports.predictions import find_predictions, read_predictions
 from pipeline.runs.folder import RunFolder, Start, starts_of
 from pipeline.runs.rows import is_number
 from pipeline.stores.place import Place, parse_place
+from pipeline.terminal import duration
 
 _NAMED = 50  # bad samples, skipped steps
 _HOSTS = 4  # of a start that are named

@@ -45,7 +45,6 @@ from pipeline.cluster.world import World
 from pipeline.errors import first_line
 from pipeline.files import make_private, user_cache
 from pipeline.loader.loader import Batch
-from pipeline.logs import console
 from pipeline.logs.console import say_once
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import compile_tables_as_constants
@@ -54,6 +53,7 @@ from pipeline.step.captured_step import CapturedStep
 from pipeline.step.loss import LabelLoss, Objective
 from pipeline.step.precision import autocast
 from pipeline.step.train_step import TrainState, forward_backward
+from pipeline.terminal import duration
 
 OFF, BLOCKS, MODEL, GRAPHS = "off", "blocks", "model", "graphs"
 BACKEND: str | Callable[..., Any] = "inductor"  # of torch.compile; tests take others
@@ -114,7 +114,7 @@ class Compilation:
             progress()
         if not failures:
             parts = len(self._replaced) + 1  # the loss
-            say_once(self._world, f"compiled {parts} parts of the step in {console.duration(time.perf_counter() - started)}")
+            say_once(self._world, f"compiled {parts} parts of the step in {duration(time.perf_counter() - started)}")
             return
         self._remove()
         needed = "Triton and a C compiler" if self._world.device.type == "cuda" else "a C++ compiler"
@@ -133,7 +133,7 @@ class Compilation:
             gc.collect()  # what an exception kept of the step
             self._go_on_as(MODEL, failures, "steps cannot be captured, and the run continues as with train.compile=model")
         else:
-            say_once(self._world, f"captured the step as a CUDA graph in {console.duration(time.perf_counter() - started)}")
+            say_once(self._world, f"captured the step as a CUDA graph in {duration(time.perf_counter() - started)}")
 
     def _go_on_as(self, kind: str, failures: list[tuple[int, str]], consequence: str) -> None:
         """Warn of failures, (rank, why) of each."""

@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.errors import counted
-from pipeline.logs.console import duration
 from pipeline.metrics import slow_rank
 from pipeline.runs import METRICS
 from pipeline.runs.files import RunFiles
 from pipeline.runs.rows import Row, Tail, is_number, kind_of, parse_row
 from pipeline.runs.state import State, state_of
+from pipeline.terminal import duration
 
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"  # the second for terminals without Unicode
 _LABEL = 11  # columns

@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.logs import console
-from pipeline.logs.console import duration
+from pipeline.terminal import duration
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.runs import step_rows
 

@@ -57,6 +57,16 @@ def test_the_side_follows_from_the_number_of_the_batch(digits_shards: Path) -> N
     plain.close()
 
 
+def test_the_area_of_images_is_summed_over_epochs() -> None:
+    """Guards against a time left that takes small images for the pace of the large ones to come."""
+    data = config_from_dict({"data": {"size_schedule": SCHEDULE}}, source="a test").data
+    assert data.area_until(0.5, 48) == 0.5 * 24**2
+    assert data.area_until(3.5, 48) == 24**2 + 32**2 + 1.5 * 48**2
+    late = config_from_dict({"data": {"size_schedule": [[2, 32]]}}, source="a test").data
+    assert late.area_until(3, 48) == 2 * 48**2 + 32**2 and late.area_until(1, 48) == 48**2
+    assert config_from_dict({}, source="a test").data.area_until(3.5, 48) == 3.5 * 48**2
+
+
 def test_image_loader_changes_its_size(digits_shards: Path) -> None:
     """Guards against a loader that keeps its first size, and against a state that forgets it."""
     options = {
