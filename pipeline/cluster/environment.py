@@ -4,8 +4,10 @@ import contextlib
 import ipaddress
 import os
 import re
+import resource
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ LAUNCHER = "PERVIT_LAUNCHER_PID"  # set by launch/local.sh, whose death sends SI
 ALONE_SECONDS = 60  # grace period once the launcher is gone; launch/local.sh itself waits as long before it kills its ranks
 SECRET = "PERVIT_JOB_SECRET"  # name of the variable with the job's secret, see rendezvous.py
 START_WITH = "start with torchrun, or with the repository's launch/local.sh or sbatch"
+OTHER_FILES = 256  # that a process has open besides those that it counts: libraries, sockets, GPUs, logs
 _OF_STEP = {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}  # set by srun for each task
 
 
@@ -83,6 +86,16 @@ def share_of_node(size: int) -> tuple[int, int]:
     local_size = _slurm_tasks_per_node() or size
     share = _integer("SLURM_CPUS_PER_TASK", 1) if os.environ.get("SLURM_CPUS_PER_TASK") else max(1, usable // local_size)
     return local_size, min(usable, share)
+
+
+def allow_open_files(least: int = 0, more: int = 0) -> int:
+    """Raise the soft limit of open files, 1,024 on most systems, to ``least`` and by ``more``, as far as it goes; returns it."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    wanted = min(max(least, soft + more), hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
+    return max(soft, wanted)
 
 
 def nodes_of(ranks: Sequence[int], size: int) -> list[str]:

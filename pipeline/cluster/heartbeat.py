@@ -84,7 +84,7 @@ class Heartbeat:
         """After a collective failed: wait until the lost rank is known, name it, exit with ``RANK_LOST``; alone raise the error."""
         if self._size == 1:
             raise error
-        self._end = (Status.BROKEN, _first_line(error), RANK_LOST)
+        self._end = (Status.BROKEN, printable(first_line(error), _LONGEST_MESSAGE), RANK_LOST)
         self._wake.set()
         self._done.wait(self._config.silence_timeout + 2 * BROKEN_SILENCE_LIMIT + 2 * _LAST_WORD)  # a thread exits first
         traceback.print_exception(error)
@@ -115,9 +115,9 @@ class Heartbeat:
         elif isinstance(error, KeyboardInterrupt):
             self.leave("stopped by Ctrl-C", 130)
         elif isinstance(error, UserError | OSError):
-            self.leave(_first_line(error), USER_ERROR)
+            self.leave(first_line(error), USER_ERROR)
         else:
-            self.leave(f"{type(error).__name__}: {_first_line(error)}")
+            self.leave(f"{type(error).__name__}: {first_line(error)}")
 
     def _beat(self, number: int, verdict: Verdict | None = None) -> Beat:
         (step, doing, calls), (status, message, exit_code) = self._place, self._end
@@ -234,7 +234,3 @@ class Heartbeat:
             # A launcher shows the first rank to exit: let it be the one with the traceback, or rank 0, which hears up to a beat later.
             time.sleep(2 * BEAT)
         os._exit(verdict.exit_code)
-
-
-def _first_line(error: BaseException) -> str:
-    return printable(first_line(error), _LONGEST_MESSAGE)

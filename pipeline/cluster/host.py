@@ -7,7 +7,6 @@ every rank (``--gpu-bind=none --cpu-bind=none``), and each rank takes its cores 
 
 import contextlib
 import ctypes
-import ipaddress
 import os
 import re
 import socket
@@ -20,6 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from pipeline.cluster.environment import is_loopback
 from pipeline.errors import UserError
 
 _DALI_BUILDS = {"nvidia-dali-cuda130": 13, "nvidia-dali-cuda120": 12}  # package -> the CUDA that it was built for
@@ -212,9 +212,9 @@ def choose_gloo_interface(store: dist.Store, rank: int, size: int) -> None:
     store.set(f"{_ADDRESS}/{rank}", own)
     if os.environ.get(_GLOO_INTERFACE) or not name_is_loopback():
         return
-    if _is_loopback(own):
+    if not own or is_loopback(own):
         own = own_address(store.get(f"{_ADDRESS}/{size - 1}").decode(errors="replace"))
-    if _is_loopback(own):  # still: all ranks are on this machine
+    if not own or is_loopback(own):  # still: all ranks are on this machine
         return
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == own for entry in entries):
@@ -228,7 +228,7 @@ def name_is_loopback() -> bool:
         first = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0]
     except OSError:
         return True
-    return _is_loopback(first[4][0])
+    return is_loopback(str(first[4][0]))
 
 
 def own_address(peer: str) -> str:
@@ -278,11 +278,3 @@ def unanswered() -> str:
                     if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)[2] >= _TRIES:
                         return str(connection.getpeername()[0]).removeprefix("::ffff:")
     return ""
-
-
-def _is_loopback(address: object) -> bool:
-    """Whether an IP address is loopback, or not known, so that no interface follows from it."""
-    try:
-        return ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
-    except ValueError:
-        return True

@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import logging
 import os
-import resource
 import secrets
 import threading
 import warnings
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.cluster.environment import is_loopback, nodes_of, read_place, slurm_granted_gpus
+from pipeline.cluster.environment import OTHER_FILES, allow_open_files, is_loopback, nodes_of, read_place, slurm_granted_gpus
 from pipeline.cluster.host import bind_near_gpu, choose_gloo_interface, gpu_is_usable, keep_freed_memory
 from pipeline.cluster.meeting import meet, store_client
 from pipeline.cluster.nccl import leave_faults_to_the_heartbeat
@@ -29,7 +28,6 @@ from pipeline.errors import NotConnected, UserError, first_line
 
 DEFAULT_TIMEOUT = 1800.0  # seconds per collective where no run sets its own: torch.distributed's default for gloo
 _FILES_PER_RANK = 2  # connections of each rank to the store: the rendezvous' and the heartbeat's
-_OTHER_FILES = 256  # that a process has open besides: libraries, shards, GPUs
 _LATE = 20.0  # seconds after which rank 0 names those that are missing
 _ARRIVED = "arrived"  # key of the store to which each rank appends its number
 _log = logging.getLogger(__name__)
@@ -166,18 +164,13 @@ def _proof(secret: bytes, rank: int, challenge: str) -> str:
 
 
 def _allow_open_files(rank: int, size: int) -> None:
-    """Raise the soft limit of open files, 1,024 on most systems, as far as a job of this size may need."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = hard == resource.RLIM_INFINITY
-    needed = _FILES_PER_RANK * size + _OTHER_FILES
-    if rank == 0 and not unlimited and hard < needed:  # it hosts the store
-        least = f"at least {needed} for the connections of {size} processes, got {hard}"
+    """Raise the limit of open files as far as a job of this size may need."""
+    needed = _FILES_PER_RANK * size + OTHER_FILES
+    allowed = allow_open_files(2 * needed)  # twice: gloo connects each process with each, and NCCL opens sockets too
+    if rank == 0 and allowed < needed:  # it hosts the store
+        least = f"at least {needed} for the connections of {size} processes, got {allowed}"
         remedy = "raise the limit on its node (LimitNOFILE of slurmd, /etc/security/limits.conf)"
         raise UserError(f"the limit of open files (ulimit -Hn) of rank 0 must be {least}", remedy)
-    # Twice: gloo connects each process with each, and NCCL opens sockets too.
-    wanted = 2 * needed if unlimited else min(hard, 2 * needed)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _name_the_late(size: int) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import stat
 import threading
 from abc import ABC, abstractmethod
@@ -11,12 +10,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.cluster.environment import OTHER_FILES, allow_open_files
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 from pipeline.shards.manifest import MANIFEST, ShardManifest
 from pipeline.stores.place import Place
 
-_OTHERS = 256  # open files of everything else: libraries, sockets, logs, checkpoints
 Range = tuple[str, int, int]  # of a file: its name, the offset of the first byte, bytes
 
 
@@ -103,15 +102,6 @@ def is_file_at(descriptor: int, path: Path, follow_links: bool) -> bool:
         return False
 
 
-def allow_open_files(count: int) -> int:
-    """Raise the soft limit for ``count`` more open files as far as it goes; returns how many may be open beside everything else."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = soft + count + _OTHERS
-    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return soft - _OTHERS
-
-
 class LocalFiles(SourceFiles):
     """:class:`ShardFiles` in a folder of a file system. Tars that were read stay open, as many as the system allows: those read last.
 
@@ -139,7 +129,7 @@ class LocalFiles(SourceFiles):
             raise UserError(f"{path} must have {size} bytes by {MANIFEST}, got {found.st_size}", remedy)
 
     def will_open(self, count: int) -> None:
-        self._most = max(1, min(count, allow_open_files(count)))
+        self._most = max(1, min(count, allow_open_files(more=count + OTHER_FILES) - OTHER_FILES))
 
     def whole(self, name: str) -> Path:
         return self.folder / name
