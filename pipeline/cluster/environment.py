@@ -88,12 +88,13 @@ def share_of_node(size: int) -> tuple[int, int]:
     return local_size, min(usable, share)
 
 
-def allow_open_files(least: int = 0, more: int = 0) -> int:
-    """Raise the soft limit of open files, 1,024 on most systems, to ``least`` and by ``more``, as far as it goes; returns it."""
+def allow_open_files(least: int = 0, more: int = 0, needed: int = 0) -> int:
+    """Raise the soft limit of open files, 1,024 on most systems, to ``least`` and by ``more``, as far as it goes; returns it. Where it
+    does not go as far as ``needed``, it is only returned."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
     wanted = min(max(least, soft + more), hard)
-    if soft < wanted:
+    if soft < wanted >= needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
     return max(soft, wanted)
 

@@ -166,8 +166,9 @@ def _proof(secret: bytes, rank: int, challenge: str) -> str:
 def _allow_open_files(rank: int, size: int) -> None:
     """Raise the limit of open files as far as a job of this size may need."""
     needed = _FILES_PER_RANK * size + OTHER_FILES
-    allowed = allow_open_files(2 * needed)  # twice: gloo connects each process with each, and NCCL opens sockets too
-    if rank == 0 and allowed < needed:  # it hosts the store
+    # Twice: gloo connects each process with each, and NCCL opens sockets too. Rank 0 hosts the store.
+    allowed = allow_open_files(2 * needed, needed=needed if rank == 0 else 0)
+    if rank == 0 and allowed < needed:
         least = f"at least {needed} for the connections of {size} processes, got {allowed}"
         remedy = "raise the limit on its node (LimitNOFILE of slurmd, /etc/security/limits.conf)"
         raise UserError(f"the limit of open files (ulimit -Hn) of rank 0 must be {least}", remedy)
