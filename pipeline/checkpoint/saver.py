@@ -227,7 +227,11 @@ class HostCopies:
         """Contiguous copies of tensors on the CPU or one GPU, with the same names; this overwrites the previous copies."""
         if _layout(tensors) != _layout(self._copies):
             self._copies.clear()  # frees their memory before the new allocation
-            self._copies.update(_allocate(tensors))
+            sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+            on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+            places = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu).split(sizes) if sizes else ()
+            for place, (name, tensor) in zip(places, tensors.items()):
+                self._copies[name] = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for name, tensor in tensors.items():
             self._copies[name].copy_(tensor, non_blocking=True)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
@@ -237,12 +241,3 @@ class HostCopies:
 
 def _layout(tensors: dict[str, Tensor]) -> dict[str, tuple]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def _allocate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors with the same names, shapes and dtypes in one allocation; pinned if any tensor is on a GPU."""
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
-    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-    places = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu).split(sizes) if sizes else ()
-    parts = zip(places, tensors.items())
-    return {name: place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for place, (name, tensor) in parts}

@@ -10,7 +10,7 @@ from torch import nn
 from pipeline.config import OptimConfig
 from pipeline.config.train_sections import BUILT_IN_OPTIMIZERS
 from pipeline.errors import UserError
-from pipeline.optim.description import MATRICES, OptimizerDescription
+from pipeline.optim.description import MATRICES, OF_PYTORCH, OptimizerDescription
 from pipeline.optim.imported import imported_optimizer
 
 LR_SCALE = "lr_scale"  # key of a group: fraction of the schedule's learning rate; without it, all of it
@@ -21,8 +21,7 @@ def optimizer_description(config: OptimConfig) -> OptimizerDescription:
     another package (``optim.name=module:Class``) cannot be imported or trained with; see :mod:`pipeline.optim.imported`."""
     if config.name not in BUILT_IN_OPTIMIZERS:
         return imported_optimizer(config)
-    description: OptimizerDescription = import_module(f"pipeline.optim.{config.name}").DESCRIPTION
-    return description
+    return OF_PYTORCH.get(config.name) or import_module(f"pipeline.optim.{config.name}").DESCRIPTION
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

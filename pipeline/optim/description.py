@@ -1,8 +1,8 @@
 """Describe an optimizer to the rest of the pipeline: one description each, beside its construction.
 
 Checkpoints ask what an optimizer keeps, the engine whether ZeRO may slice it, plans what its step takes, and the log what it is called.
-A new built-in optimizer is a module ``pipeline.optim.NAME`` with its class and its ``DESCRIPTION``, and its name in the config's
-:data:`~pipeline.config.train_sections.BUILT_IN_OPTIMIZERS`.
+Those of PyTorch are here. A new built-in optimizer is a module ``pipeline.optim.NAME`` with its class and its ``DESCRIPTION``, and its
+name in the config's :data:`~pipeline.config.train_sections.BUILT_IN_OPTIMIZERS`.
 """
 
 from collections.abc import Mapping
@@ -73,3 +73,32 @@ class OptimizerDescription:
     def remark(self, config: OptimConfig) -> str | None:
         """A sentence for the log about keys that are unusual for this optimizer; None: nothing."""
         return None
+
+
+class AdamW(OptimizerDescription):
+    """AdamW (Loshchilov & Hutter, 2019), PyTorch's, in one fused kernel: each weight, gradient and moment is read and written once."""
+
+    title = "AdamW"
+    passes = 7
+
+    def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=config.warmup_lr, betas=config.betas, eps=config.eps, fused=True)
+
+    def state(self, group: Group) -> StateNames:
+        return StateNames(("exp_avg", "exp_avg_sq"), ("step",))
+
+
+class SGD(OptimizerDescription):
+    """SGD with Nesterov's momentum, PyTorch's, in one fused kernel: what timm calls ``sgd``. Weight decay is part of the gradient."""
+
+    title = "SGD with momentum"
+    passes = 5
+
+    def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=config.warmup_lr, momentum=config.momentum, nesterov=True, fused=True)
+
+    def state(self, group: Group) -> StateNames:
+        return StateNames(("momentum_buffer",))
+
+
+OF_PYTORCH: dict[str, OptimizerDescription] = {"adamw": AdamW(), "sgd": SGD()}

@@ -250,15 +250,10 @@ def skip_on_the_device(optimizer: Any) -> None:
         return norm
 
     optimizer.scaled_global_norm = scaled_global_norm
-    if not hasattr(deepspeed.is_invalid_grad_norm, "asks"):
-        deepspeed.is_invalid_grad_norm = _Judge(deepspeed.is_invalid_grad_norm)
+    if not isinstance(deepspeed.is_invalid_grad_norm, partial):
+        deepspeed.is_invalid_grad_norm = partial(_is_invalid, deepspeed.is_invalid_grad_norm)
 
 
-class _Judge:
+def _is_invalid(asks: Callable[[Any], bool], norm: Any) -> bool:
     """DeepSpeed's ``is_invalid_grad_norm``, for norms that the device judges: never."""
-
-    def __init__(self, asks: Any) -> None:
-        self.asks = asks
-
-    def __call__(self, norm: Any) -> bool:
-        return not getattr(norm, "skipped_on_the_device", False) and self.asks(norm)
+    return not getattr(norm, "skipped_on_the_device", False) and asks(norm)

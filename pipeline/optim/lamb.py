@@ -58,9 +58,11 @@ class Lamb(SliceOptimizer):
         update_of = dict(zip(tensors, updates))
         slices = list(self.slices_in(tensors))
         scaled = [piece.of(update_of[piece.tensor]) for piece in slices]
-        norms = _norms([piece.of(piece.tensor) for piece in slices], scaled, like=tensors[0])  # (2, slices)
-        norms = self._of_whole_parameters(norms, slices, group)
-        weights, steps = norms
+        norms = tensors[0].new_zeros(2, 0, dtype=torch.float64)  # this rank's shard of the group is padding
+        if slices:
+            held = [piece.of(piece.tensor) for piece in slices]
+            norms = torch.stack(torch._foreach_norm([*held, *scaled])).double().view(2, -1)  # (2, slices)
+        weights, steps = self._of_whole_parameters(norms, slices, group)
         ratios = torch.where((weights > 0) & (steps > 0), weights / steps, 1.0).to(updates[0].dtype)  # (slices,)
         for values, ratio in zip(scaled, ratios.unbind()):
             values.mul_(ratio)
@@ -77,13 +79,6 @@ class Lamb(SliceOptimizer):
         dist.all_reduce(squares)
         norms[:, numbers] = squares.sqrt()[:, columns]
         return norms
-
-
-def _norms(weights: list[Tensor], updates: list[Tensor], like: Tensor) -> Tensor:
-    """Euclidean norms of two lists of the same length: (2, length) in float64."""
-    if not weights:  # this rank's shard of the group is padding
-        return like.new_zeros(2, 0, dtype=torch.float64)
-    return torch.stack(torch._foreach_norm([*weights, *updates])).double().view(2, -1)
 
 
 class LambDescription(OptimizerDescription):

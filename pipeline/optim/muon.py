@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.config import OptimConfig
 from pipeline.errors import UserError
-from pipeline.optim.adamw import AdamW
-from pipeline.optim.description import MATRICES, Group, StateNames
+from pipeline.optim.description import MATRICES, AdamW, Group, StateNames
 from pipeline.optim.slices import Slice, SliceOptimizer
 
 _KEPT = ("momentum_buffer",)  # for a matrix
