@@ -96,7 +96,21 @@ class MixupCutmix(BatchAugmentation):
                 window.copy_(window.roll(shift, 0))
 
     def device_arrays(self, request: BatchRequest, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-        return mixing_weights(request.draws[self], *shape[2:])
+        """Mixup and CutMix as one interpolation, whose weight depends on the pixel.
+
+        The partner's weight at a pixel is the product of that of its row and that of its column: for CutMix 1 inside the box and 0
+        outside, for Mixup the same everywhere. Returns each image's partner, (B,) int64, and the partner's weight by row, (B, H),
+        and by column, (B, W), float32.
+        """
+        mixing, y, x = request.draws[self], np.arange(shape[2]), np.arange(shape[3])
+        top, left, rows, columns = mixing.box[:, :, None].transpose(1, 0, 2)  # (G, 1) each
+        by_row = (y >= top) & (y < top + rows)  # (G, H)
+        by_column = ((x >= left) & (x < left + columns)) | mixing.blend[:, None]  # (G, W)
+        partner_weight = 1 - mixing.weight.astype(np.float64)[:, None]
+        shares = np.where(mixing.blend[:, None], partner_weight, by_row)  # rounded once, as in apply_
+        first = mixing.group * np.arange(len(mixing.distance))[:, None]
+        by_row, by_column = (np.repeat(each.astype(np.float32), mixing.group, axis=0) for each in (shares, by_column))
+        return (first + _partners(mixing)).reshape(-1), by_row, by_column
 
     def apply_batch_(self, images: Tensor, request: BatchRequest, *arrays: Tensor) -> None:
         partner, by_row, by_column = arrays
@@ -105,24 +119,6 @@ class MixupCutmix(BatchAugmentation):
 
     def mixed_labels(self, request: BatchRequest) -> tuple[np.ndarray, np.ndarray]:
         return mixed_labels(request.label, request.draws[self])
-
-
-def mixing_weights(mixing: Mixing, height: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mixup and CutMix as one interpolation, whose weight depends on the pixel.
-
-    The partner's weight at a pixel is the product of that of its row and that of its column: for CutMix 1 inside the box and 0
-    outside, for Mixup the same everywhere. Returns each image's partner, (B,) int64, and the partner's weight by row, (B, H),
-    and by column, (B, W), float32.
-    """
-    top, left, rows, columns = mixing.box[:, :, None].transpose(1, 0, 2)  # (G, 1) each
-    y, x = np.arange(height), np.arange(width)
-    by_row = (y >= top) & (y < top + rows)  # (G, H)
-    by_column = ((x >= left) & (x < left + columns)) | mixing.blend[:, None]  # (G, W)
-    partner_weight = 1 - mixing.weight.astype(np.float64)[:, None]
-    shares = np.where(mixing.blend[:, None], partner_weight, by_row)  # rounded once, as in apply_
-    first = mixing.group * np.arange(len(mixing.distance))[:, None]
-    by_row, by_column = (np.repeat(each.astype(np.float32), mixing.group, axis=0) for each in (shares, by_column))
-    return (first + _partners(mixing)).reshape(-1), by_row, by_column
 
 
 def mixed_labels(labels: np.ndarray, mixing: Mixing) -> tuple[np.ndarray, np.ndarray]:

@@ -59,7 +59,8 @@ def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    blocks: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text, *map(_bytes, tensors.values())]
+    contents = (tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors.values())  # NumPy has no bfloat16
+    blocks: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text, *contents]
     digest = xxhash.xxh3_128()
     try:
         with open(path, "wb") as file:
@@ -72,10 +73,6 @@ def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
     except OSError:
         path.unlink(missing_ok=True)
         raise
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data  # NumPy has no bfloat16
 
 
 def read_headers(folder: Path, files: Iterable[FileRecord]) -> list[Entry]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from pipeline.config.values import (
     MAX_BATCH,
@@ -106,6 +106,11 @@ class TrainConfig(Section):
             raise ValueError("must be a whole number or auto")
         return value
 
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # what YAML 1.1 reads `off` as
+
     def misfits(self) -> Iterator[str]:
         library = (self.teacher or "").startswith(_TEACHER_LIBRARIES)
         if library and not self.teacher_weights:
@@ -118,13 +123,6 @@ class TrainConfig(Section):
                 f"train.loss must be cross_entropy with train.teacher={self.teacher}, got bce, for which hard distillation (DeiT, Eq. 3) "
                 "is not defined: set train.loss=cross_entropy, or train.teacher=null"
             )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _off_is_a_word(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("compile") is False:  # what YAML 1.1 reads `off` as
-            return {**values, "compile": "off"}
-        return values
 
 
 class OptimConfig(Section):

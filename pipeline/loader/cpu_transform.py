@@ -122,18 +122,16 @@ class Finisher:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)  # a third of the time that NumPy takes
         for augmentation in chosen:
             picture = augmentation.on_picture(picture, request, i)
-        return np.asarray(picture) if interleaved else _planes(picture)
+        if interleaved:
+            return np.asarray(picture)
+        # A view of three planes, which convert to float32 twice as fast as pixels.
+        planes = np.frombuffer(b"".join(picture.tobytes("raw", channel) for channel in "RGB"), dtype=np.uint8)
+        return planes.reshape(3, picture.height, picture.width).transpose(1, 2, 0)
 
     def _pixels(self, crop: Tensor, request: BatchRequest, i: int, interleaved: bool) -> np.ndarray:
         bilinear = request.bilinear is not None and bool(request.bilinear[i, 0])
         pixels = resize_and_crop(crop, request.geometry, i, self._size, bilinear)
         return self.flip_and_augment(pixels, request, i, interleaved)
-
-
-def _planes(picture: Image.Image) -> np.ndarray:
-    """The pixels of an RGB image as a view (H, W, 3) of three planes, which convert to float32 twice as fast as pixels."""
-    planes = np.frombuffer(b"".join(picture.tobytes("raw", channel) for channel in "RGB"), dtype=np.uint8)
-    return planes.reshape(3, picture.height, picture.width).transpose(1, 2, 0)
 
 
 def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int, bilinear: bool = False) -> np.ndarray:

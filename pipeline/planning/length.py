@@ -66,7 +66,7 @@ def _of_shards(config: Config, place: Place) -> Images:
 
 
 def _split_of(place: Place, split: str, classes: int | None = None) -> SplitInfo:
-    manifest = open_files(place, split).manifest()
+    manifest = open_files(place, split).manifest
     if classes is not None and len(manifest.classes) != classes:
         problem = f"model.num_classes must be the {len(manifest.classes)} classes of {place}, got {classes}"
         raise UserError(problem, f"set model.num_classes={len(manifest.classes)}, or pass other shards")

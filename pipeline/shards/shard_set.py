@@ -57,7 +57,7 @@ class ShardSet(Samples):
     def __init__(self, folder: str | os.PathLike[str], split: str, readers: int = 1, cache: ShardCache | None = None) -> None:
         source = open_files(folder, split, readers)
         self.folder, self.split = source.folder, split
-        manifest = source.manifest()
+        manifest = source.manifest
         if split not in manifest.splits:
             problem = (
                 f"{self.folder} must have the split {split!r}, but {MANIFEST} lists only {', '.join(sorted(manifest.splits))}"
@@ -195,7 +195,8 @@ class ShardSet(Samples):
 def open_files(path: str | os.PathLike[str], split: str, readers: int = 1) -> SourceFiles:
     """The files of the shard set at ``data.path``, a folder or a URL; ``readers`` processes divide the samples among them.
 
-    The place holds ``manifest.json``, directly or in a subfolder named ``split``. Raises UserError: there is no such place.
+    The place holds ``manifest.json``, directly or in a subfolder named ``split``. Raises UserError: there is no such place, or no
+    intact manifest.
     """
     place = parse_place(path)
     if isinstance(place, RemotePath):

@@ -52,11 +52,9 @@ class ShardFiles(ABC):
 
 
 class SourceFiles(ShardFiles):
-    """The files where a set lies as a whole, with its manifest and sample tables."""
+    """The files where a set lies as a whole, with its sample tables."""
 
-    @abstractmethod
-    def manifest(self) -> ShardManifest:
-        """The set's manifest. Raises as :meth:`ShardManifest.read`."""
+    manifest: ShardManifest
 
     @abstractmethod
     def expect(self, name: str, size: int, remedy: str) -> None:
@@ -106,16 +104,15 @@ class LocalFiles(SourceFiles):
     """:class:`ShardFiles` in a folder of a file system. Tars that were read stay open, as many as the system allows: those read last.
 
     They are read with ``pread`` and not mapped, so that a tar that is truncated under a running job is an error, not a SIGBUS.
+    Raises as :meth:`ShardManifest.read`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder: Path = folder
+        self.manifest = ShardManifest.read(folder)
         self._descriptors: OrderedDict[str, OpenFile] = OrderedDict()  # the one read last comes last
         self._most = 1 << 20  # open at a time
         self._opening = threading.Lock()
-
-    def manifest(self) -> ShardManifest:
-        return ShardManifest.read(self.folder)
 
     def expect(self, name: str, size: int, remedy: str) -> None:
         path = self.folder / name

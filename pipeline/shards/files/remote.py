@@ -119,8 +119,8 @@ class RemoteFiles(SourceFiles):
     def __init__(self, place: RemotePath, store: Store, content: bytes, readers: int = 1) -> None:
         self.folder, self.store, self._readers = place, store, readers
         self._blocks = _Blocks(self.read)
-        self._manifest = ShardManifest.parse(content, place / MANIFEST)
-        self._bytes = {shard.file: shard.bytes for split in self._manifest.splits.values() for shard in split.shards}
+        self.manifest = ShardManifest.parse(content, place / MANIFEST)
+        self._bytes = {shard.file: shard.bytes for split in self.manifest.splits.values() for shard in split.shards}
         self._tags: dict[str, str] = {}  # etags, as they were when a file was read first
         self._listed: dict[str, int] | None = None
         self._lock = threading.Lock()
@@ -142,9 +142,6 @@ class RemoteFiles(SourceFiles):
         remedy = f"set data.path to the place that {SHARDER} wrote, or copy a shard set there, manifest.json last"
         raise UserError(f"{place / MANIFEST} is missing: the place is not a shard set", remedy)
 
-    def manifest(self) -> ShardManifest:
-        return self._manifest
-
     def expect(self, name: str, size: int, remedy: str) -> None:
         """Compared with the store's list of the place, where it has one; otherwise with the first answer for each file."""
         if self._listed is None:
@@ -158,7 +155,7 @@ class RemoteFiles(SourceFiles):
 
     def whole(self, name: str) -> Path:
         """A copy in the folder for temporary files, which the processes of the node share: it is named by its content."""
-        info = next(info for info in self._manifest.splits.values() if info.samples_file == name)
+        info = next(info for info in self.manifest.splits.values() if info.samples_file == name)
         sha256, most = info.samples_sha256, info.samples * SAMPLE_DTYPE.itemsize + _HEADER
         folder = Path(tempfile.gettempdir()) / f"pervit-tables-{os.getuid()}"
         path = folder / f"{sha256}.npy"
