@@ -55,15 +55,11 @@ class ThreeAugment(PixelAugmentation):
     jitter: float  # factors are between 1 - jitter and 1 + jitter; 0: none
     stream = Stream.THREE_AUGMENT
     place = 20
+    graph_types = (np.float32, 0), (np.float32, 2), (np.int32, 1), (np.float32, 1)  # blur, its weights, operation, amount
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> ThreeAugment | None:
         return cls(augment.three_augment, augment.color_jitter) if augment.three_augment or augment.color_jitter else None
-
-    @property
-    def graph_types(self) -> tuple[tuple[type, int], ...]:
-        """Blur, its weights, operation, amount."""
-        return (np.float32, 0), (np.float32, 2), (np.int32, 1), (np.float32, 1)
 
     def draw(self, places: Places) -> Recoloring:
         return self.sample(places.uniforms(self.stream, UNIFORMS_PER_SAMPLE))

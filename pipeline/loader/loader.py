@@ -73,6 +73,7 @@ class Loader(Generic[AnyBatches]):
         self.bad = bad
         threads = config.num_threads or cpu_threads
         self._stream = DeviceStream(device)
+        self.device = self._stream.device
         self._reader = Reader(batches, self.bad, start, config.read_ahead)
         self._decoder = Decoder(self._reader, form, self._stream, threads, config.prefetch)
         self._normalization = Normalization(config.mean, config.std)
@@ -81,10 +82,6 @@ class Loader(Generic[AnyBatches]):
             self._finisher = Finisher(batches.batch_size, batches.image_size, config.mean, config.std, threads)
         self._finished = Ahead(lambda _: self._make(), count(), config.prefetch, 1, "finish")
         self._error: BaseException | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self._stream.device
 
     @property
     def failure(self) -> StoreFails | None:

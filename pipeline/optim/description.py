@@ -35,6 +35,7 @@ class OptimizerDescription:
     # the class puts whole parameters together (:class:`~pipeline.optim.slices.SliceOptimizer`).
     takes_slices: bool = True
     passes: float  # numbers that a step reads and writes for each parameter, in memory; an estimate for plans
+    kept: StateNames  # what is kept for each parameter once a step was taken
 
     def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
         """Construct the optimizer for some parameter groups, each with ``params``, ``names``, ``weight_decay`` and :data:`MATRICES`.
@@ -44,8 +45,8 @@ class OptimizerDescription:
         raise NotImplementedError
 
     def state(self, group: Group) -> StateNames:
-        """What is kept for each parameter of a group once a step was taken; of the group, :data:`MATRICES` is enough."""
-        raise NotImplementedError
+        """What is :attr:`kept` for each parameter of a group; of the group, :data:`MATRICES` is enough."""
+        return self.kept
 
     def matrices(self, model: nn.Module) -> set[str]:
         """Names of the parameters that are updated as matrices; they get groups of their own. Raises UserError: the model has
@@ -80,12 +81,10 @@ class AdamW(OptimizerDescription):
 
     title = "AdamW"
     passes = 7
+    kept = StateNames(("exp_avg", "exp_avg_sq"), ("step",))
 
     def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=config.warmup_lr, betas=config.betas, eps=config.eps, fused=True)
-
-    def state(self, group: Group) -> StateNames:
-        return StateNames(("exp_avg", "exp_avg_sq"), ("step",))
 
 
 class SGD(OptimizerDescription):
@@ -93,12 +92,10 @@ class SGD(OptimizerDescription):
 
     title = "SGD with momentum"
     passes = 5
+    kept = StateNames(("momentum_buffer",))
 
     def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=config.warmup_lr, momentum=config.momentum, nesterov=True, fused=True)
-
-    def state(self, group: Group) -> StateNames:
-        return StateNames(("momentum_buffer",))
 
 
 OF_PYTORCH: dict[str, OptimizerDescription] = {"adamw": AdamW(), "sgd": SGD()}

@@ -41,7 +41,7 @@ class ImportedOptimizer(OptimizerDescription):
             stack.enter_context(torch.random.fork_rng(devices=[]))
             self._try_out()
         # PyTorch's optimizers read and write about twice as often as a fused kernel, which needs weights, gradients and state once.
-        self.passes = 2 * (3 + 2 * len(self._names.tensors))
+        self.passes = 2 * (3 + 2 * len(self.kept.tensors))
 
     def _try_out(self) -> None:
         """Take steps; find out what is kept, whether a resumed run would go on alike, and whether slices of parameters will do."""
@@ -52,10 +52,10 @@ class ImportedOptimizer(OptimizerDescription):
         except Exception as error:
             problem = f"cannot take a step without a closure on dense gradients ({_words(error)})"
             raise UserError(f"optim.name {self._config.name} {problem}", _REMEDY) from None
-        self._names = self._state_names(trial)
+        self.kept = self._state_names(trial)
         resumed = _Trial(self, self._config)
         resumed.step(0)
-        resumed.take_over(trial, self._names)
+        resumed.take_over(trial, self.kept)
         for stepping in (trial, resumed):
             stepping.step(_STEPS)
         if not torch.equal(trial.weights(), resumed.weights()):
@@ -77,9 +77,6 @@ class ImportedOptimizer(OptimizerDescription):
             given = f"parameter groups, lr and optim.options {config.options}"
             problem = f"optim.name {config.name} cannot be constructed with {given} ({_words(error)})"
             raise UserError(problem, "correct optim.options, or choose another optimizer") from None
-
-    def state(self, group: Group) -> StateNames:
-        return self._names
 
     def temporaries(self, group: Group, size: float, split: bool) -> float:
         return size  # PyTorch's documentation of foreach: about one copy of the parameters

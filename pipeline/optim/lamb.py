@@ -86,12 +86,10 @@ class LambDescription(OptimizerDescription):
 
     title = "LAMB"
     passes = 12
+    kept = StateNames(_MOMENTS, ("step",))
 
     def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
         return Lamb(groups, config.warmup_lr, config.betas, config.eps)
-
-    def state(self, group: Group) -> StateNames:
-        return StateNames(_MOMENTS, ("step",))
 
     def temporaries(self, group: Group, size: float, split: bool) -> float:
         return 2 * size  # denominators and updates

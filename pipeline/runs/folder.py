@@ -26,6 +26,7 @@ class RunFolder(RunFiles):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        self.name = path.resolve().name
         self.metrics = self._read_metrics()
         for name, lost in ((CONFIG, "what was trained is"), (ENVIRONMENT, "the hosts and versions of its starts are")):
             if not (path / name).exists():
@@ -47,11 +48,6 @@ class RunFolder(RunFiles):
         if found.repeated:
             self.problems.append(f"{found.repeated:,} steps are in {METRICS} more than once: the last row of each counts.")
         return found
-
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.path.resolve().name
 
     @cached_property
     def settings(self) -> Config:

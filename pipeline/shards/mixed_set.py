@@ -31,7 +31,7 @@ class MixedSet(Samples):
 
     def __init__(self, first: ShardSet, further: Mapping[ShardSet, float]) -> None:
         self.sets = [first, *further]
-        self.folder, self.split = first.folder, first.split
+        self.folder, self.split, self.subset = first.folder, first.split, first.subset
         self.classes, self.named, self.class_names = first.classes, first.named, first.class_names
         self.mixture = Mixture(tuple(map(len, self.sets)), (1.0, *further.values()))
         self.weights = self.mixture.weights
@@ -50,10 +50,6 @@ class MixedSet(Samples):
             rows[own] = self.sets[number].samples[indices[own] - self._starts[number]]
             rows["label"][own] = self._labels[number][rows["label"][own]]
         return rows
-
-    @property
-    def subset(self) -> float:
-        return self.sets[0].subset
 
     def identity(self) -> dict:
         """That of the first set, with the images of an epoch, and a digest of each further set with its weight."""

@@ -66,10 +66,12 @@ class ShardSet(Samples):
         self.classes, self.named = manifest.classes, manifest.class_names
         self.class_names = manifest.class_names or manifest.classes
         self.info = manifest.splits[split]
+        self.subset: float = self.info.source.get("subset", 1.0)  # fraction of the source's images that was written (--subset)
         for shard in self.info.shards:
             source.expect(shard.file, shard.bytes, "shard again into an empty folder, or copy the file again")
             source.expect(shard.idx_file, shard.idx_bytes, f"rebuild it with wds2idx {shard.file} {shard.idx_file}")
         self.samples = self._map_samples(source)
+        self.labels: np.ndarray = self.samples["label"]  # (n,) of each image, by class of the set
         self._first_of_shard = [0, *accumulate(shard.samples for shard in self.info.shards)]  # sample numbers
         source.will_open(len(self.info.shards))
         self.files: ShardFiles = source
@@ -89,16 +91,6 @@ class ShardSet(Samples):
         stored = {key: source.get(key) for key in ("resize_short_side", "quality")}
         kept = {"formats": self.info.formats} if self.info.formats else {}  # other pixels than those of the same images as JPEG
         return {"fingerprint": source["fingerprint"], "samples": len(self), "shard_seed": self.info.seed, **stored, **kept}
-
-    @property
-    def labels(self) -> np.ndarray:
-        """(n,) of each image, by class of the set."""
-        return self.samples["label"]
-
-    @property
-    def subset(self) -> float:
-        """Fraction of the source's images that was written (``--subset``)."""
-        return self.info.source.get("subset", 1.0)
 
     def key(self, index: int) -> str:
         """The WebDataset key."""
