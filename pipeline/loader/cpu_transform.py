@@ -83,6 +83,7 @@ class Finisher:
         self._memory = _TensorPool((batch_size, 3, image_size, image_size))
         self._threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="finish")
+        self.close = self._pool.shutdown
 
     def finish(self, crops: list[Tensor], request: BatchRequest) -> Tensor:
         """Transform B decoded windows, (h, w, 3) uint8 each: (B, 3, S, S) float32, normalized."""
@@ -100,9 +101,6 @@ class Finisher:
         output = images.numpy()
         self._for_each(len(crops), request, lambda i: np.copyto(output[i], self._pixels(crops[i], request, i, True)))
         return images.permute(0, 3, 1, 2)
-
-    def close(self) -> None:
-        self._pool.shutdown()
 
     def _for_each(self, count: int, request: BatchRequest, make: Callable[[int], object]) -> None:
         # An image needs Python's lock for as long if it is small: then more threads would only wait for each other.

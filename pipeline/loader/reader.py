@@ -107,16 +107,13 @@ class Encoded:
     replaced: int  # substitutes for bad samples
 
 
-class Reader:
+class Reader(Ahead[Encoded]):
     """Reads encoded batches, ``depth`` of them ahead; ``start`` is the number of the first, or the endless numbers of all."""
 
     def __init__(self, batches: Batches, bad: BadSamples, start: int | Iterable[int], depth: int) -> None:
+        super().__init__(self._read, count(start) if isinstance(start, int) else iter(start), depth, _THREADS, "read")
         self.batches, self.bad = batches, bad
-        self._ahead = Ahead(self._read, count(start) if isinstance(start, int) else iter(start), depth, _THREADS, "read")
         self.failure: StoreFails | None = None  # of a batch that nobody has asked for yet
-
-    def next(self) -> Encoded:
-        return self._ahead.next()
 
     def read(self, number: int) -> Encoded:
         """Read batch ``number`` with substitutes for all samples known to be bad. Thread-safe. Raises as :meth:`BadSamples.add`."""
@@ -128,9 +125,6 @@ class Reader:
             images = self._read_sound(request.index)
             if images is not None:
                 return Encoded(number, request, images, replaced=int((request.index != asked_for.index).sum()))
-
-    def close(self) -> None:
-        self._ahead.close()
 
     def _read(self, number: int) -> Encoded:
         try:

@@ -39,6 +39,7 @@ class PlainEngine(Generic[Model]):
 
     def __init__(self, model: Model, optimizer: torch.optim.Optimizer, joined: bool, config: Config, world: World) -> None:
         self.module, self.optimizer = model, optimizer
+        self.train, self.eval = model.train, model.eval
         self._micro_batches = accumulation_steps(config.train, world.size, config.augment.unit)
         self._clip_grad_norm, self._casts = config.optim.clip_grad_norm, config.train.precision == "bf16"
         self._autocast = partial(torch.autocast, world.device.type, torch.bfloat16, enabled=self._casts)
@@ -172,12 +173,6 @@ class PlainEngine(Generic[Model]):
 
     def zero_optimization_stage(self) -> int:
         return 0
-
-    def train(self, mode: bool = True) -> None:
-        self.module.train(mode)
-
-    def eval(self) -> None:
-        self.module.eval()
 
     def _join(self) -> list[tuple[Tensor, Tensor]]:
         """Make each parameter group one flat parameter; returns these, with their gradients."""

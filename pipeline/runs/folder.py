@@ -28,6 +28,12 @@ class RunFolder(RunFiles):
         super().__init__(path)
         self.name = path.resolve().name
         self.metrics = self._read_metrics()
+        rows = self.metrics.evaluations
+        # Which weights were evaluated: ``model`` first, then ``ema``; the averaged ones count where the run keeps an average.
+        self.evaluated_weights = sorted({str(row["weights"]) for row in rows}, key=lambda name: (name != "model", name))
+        self.counting_weights = (self.evaluated_weights or ["model"])[-1]
+        # Their last evaluation; None before the first.
+        self.result: Row | None = next((row for row in reversed(rows) if row["weights"] == self.counting_weights), None)
         for name, lost in ((CONFIG, "what was trained is"), (ENVIRONMENT, "the hosts and versions of its starts are")):
             if not (path / name).exists():
                 self.problems.append(f"{name} is missing: {lost} not known.")
@@ -74,24 +80,9 @@ class RunFolder(RunFiles):
         rows = [row for row in self.metrics.evaluations if row["weights"] == weights and is_number(row.get(name))]
         return np.array([row["step"] for row in rows], float), np.array([row[name] for row in rows], float)
 
-    @property
-    def evaluated_weights(self) -> list[str]:
-        """Which weights were evaluated: ``model`` first, then ``ema``."""
-        return sorted({str(row["weights"]) for row in self.metrics.evaluations}, key=lambda name: (name != "model", name))
-
-    @property
-    def counting_weights(self) -> str:
-        """The averaged weights where the run keeps an average."""
-        return (self.evaluated_weights or ["model"])[-1]
-
     def best(self) -> Row | None:
         """The evaluation row with the best top-1; the earliest of equals."""
         return max(self.metrics.evaluations, key=lambda row: row["top1"], default=None)
-
-    @property
-    def result(self) -> Row | None:
-        """The last evaluation, of :attr:`counting_weights`."""
-        return next((row for row in reversed(self.metrics.evaluations) if row["weights"] == self.counting_weights), None)
 
     @cached_property
     def images(self) -> int | None:
