@@ -66,8 +66,19 @@ class RandomErasing(BatchAugmentation):
             images[i, :, top : top + height, left : left + width] = noise[begin:end].view(channels, height, width)
 
     def device_arrays(self, request: BatchRequest, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-        erasing = request.draws[self]
-        return (erasing_noise(erasing, shape[1]).numpy(), *erased_rows(erasing, shape)) if erasing.box.any() else ()
+        """The noise; where :meth:`apply_batch_` puts it: for each of the R rows of all rectangles, its place in the flattened images minus
+        that in the noise, and its width; (R,) int64 each."""
+        erasing, (_, channels, height, width) = request.draws[self], shape
+        if not erasing.box.any():
+            return ()
+        image = np.flatnonzero(erasing.box[:, 2])
+        top, left, rows, columns = erasing.box[image].T  # (n,) each
+        rectangle = np.repeat(np.arange(len(image)), channels * rows)  # (R,): a row's
+        within = np.arange(len(rectangle)) - np.repeat(np.cumsum(channels * rows) - channels * rows, channels * rows)
+        channel, row = np.divmod(within, rows[rectangle])
+        first = ((image[rectangle] * channels + channel) * height + top[rectangle] + row) * width + left[rectangle]
+        widths = columns[rectangle]
+        return erasing_noise(erasing, channels).numpy(), first - (np.cumsum(widths) - widths), widths
 
     def apply_batch_(self, images: Tensor, request: BatchRequest, *arrays: Tensor) -> None:
         if arrays:
@@ -90,17 +101,3 @@ def erasing_noise(erasing: Erasing, channels: int) -> Tensor:
         if len(part):
             part.normal_(generator=generator.manual_seed(seed))
     return noise
-
-
-def erased_rows(erasing: Erasing, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Where :meth:`RandomErasing.apply_batch_` puts the noise in images of this shape, (B, channels, H, W). Returns for each of
-    the R rows of all rectangles: its place in the flattened images minus that in the noise, and its width; (R,) int64 each."""
-    _, channels, height, width = shape
-    image = np.flatnonzero(erasing.box[:, 2])
-    top, left, rows, columns = erasing.box[image].T  # (n,) each
-    rectangle = np.repeat(np.arange(len(image)), channels * rows)  # (R,): a row's
-    within = np.arange(len(rectangle)) - np.repeat(np.cumsum(channels * rows) - channels * rows, channels * rows)
-    channel, row = np.divmod(within, rows[rectangle])
-    first = ((image[rectangle] * channels + channel) * height + top[rectangle] + row) * width + left[rectangle]
-    widths = columns[rectangle]
-    return first - (np.cumsum(widths) - widths), widths

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
 from pipeline.cluster.world import World
 from pipeline.errors import first_line
@@ -105,8 +105,6 @@ class StepProfiler:
 
     def _begin(self, step: int) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above its messages of each start and stop
-        from torch.profiler import ProfilerActivity, profile
-
         self._begun = step
         activities = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
