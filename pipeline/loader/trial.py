@@ -79,9 +79,6 @@ class TrialLoader:
     def failure(self) -> StoreFails | None:
         return next((loader.failure for loader in self._loaders.values() if loader.failure), None)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
     def __next__(self) -> Batch:
         """The next batch. Raises as :meth:`Loader.__next__`."""
         if self.decode == AUTO:
