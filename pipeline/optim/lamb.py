@@ -58,7 +58,7 @@ class Lamb(SliceOptimizer):
         update_of = dict(zip(tensors, updates))
         slices = list(self.slices_in(tensors))
         scaled = [piece.of(update_of[piece.tensor]) for piece in slices]
-        norms = tensors[0].new_zeros(2, 0, dtype=torch.float64)  # this rank's shard of the group is padding
+        norms = tensors[0].new_zeros(2, 0, dtype=torch.float64)  # of no slices: this rank's shard of the group is padding
         if slices:
             held = [piece.of(piece.tensor) for piece in slices]
             norms = torch.stack(torch._foreach_norm([*held, *scaled])).double().view(2, -1)  # (2, slices)
