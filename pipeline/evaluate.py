@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
         from pipeline.inference.evaluation import check_same_classes, evaluate, evaluation_loader
         from pipeline.inference.prediction import RankRows, collect_evaluated
         from pipeline.inference.sets import open_set, read_classes
+        from pipeline.step.precision import autocast
 
     with console.stage(f"reading {args.checkpoint}"):
         trained, config = read_asked(args)
@@ -109,8 +110,8 @@ def run(args: argparse.Namespace) -> None:
     except RuntimeError:  # PyTorch's list of parameter names would not help
         problem = f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}"
         raise UserError(problem, "leave out each --switch that adds, removes or reshapes parameters") from None
-    session = open_session(model, config.train.precision, args)
-    world, precision = session.world, session.precision
+    world, precision = open_session(model, config.train.precision, args)
+    in_precision = autocast(world.device, precision.name)
     rows_of_sets = []
     for each in sets:
         images = each.images
@@ -119,7 +120,8 @@ def run(args: argparse.Namespace) -> None:
         dtype = prediction_dtype(min(5, len(images.classes)), labelled=True)
         with RankRows(args.predictions, dtype, loader.batches, world) if args.predictions else nullcontext() as rows:
             consumer = collect_evaluated(rows) if rows else None
-            result = evaluate(session.run(each.scores(model, world.device)), loader, world, consumer=consumer, truth=each.truth)
+            forward = in_precision(each.scores(model, world.device))
+            result = evaluate(forward, loader, world, consumer=consumer, truth=each.truth)
             assert result is not None  # nothing gives the pass up
             loader.close()
             if "nonfinite" in result:

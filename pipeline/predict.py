@@ -61,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
         from pipeline.inference.image_list import ImageList, find_images, read_list
         from pipeline.inference.prediction import RankRows, predict
         from pipeline.inference.prediction_table import Names, features_dtype, prediction_dtype
+        from pipeline.step.precision import autocast
 
     with stage(f"reading {args.checkpoint}"):
         trained, config = read_asked(args)
         config = config.with_values({"data.max_bad_samples": 2**31 - 1})
         model = trained.build_model()
-        session = open_session(model, config.train.precision, args)
-    world = session.world
+        world, precision = open_session(model, config.train.precision, args)
     lines = read_list(sys.stdin.buffer) if world.is_main and "-" in args.images else iter(())
     if world.size > 1:  # the input is rank 0's; alone, one name is in memory at a time until it is packed
         lines = iter(world.from_main(list(lines)))
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         beside = args.output or Path(world.from_main(scratch), "predictions")
         with RankRows(beside, features_dtype(width) if args.features else prediction_dtype(top), loader.batches, world) as rows:
-            forward = session.run(model.pooled if args.features else model)
+            forward = autocast(world.device, precision.name)(model.pooled if args.features else model)
             predict(forward, None if args.features else top, loader, images, rows)
             loader.close()
             tally = write(args, rows, Names(images.key, trained.classes, trained.shown), len(images), width)

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> None:
         from pipeline.cluster.rendezvous import disconnect
         from pipeline.inference.evaluation import check_same_classes
         from pipeline.inference.probing import accuracies, collect_features
+        from pipeline.step.precision import autocast
     with stage(f"reading {args.checkpoint}"):
         trained, config = read_asked(args)
         model = trained.build_model()
@@ -52,8 +53,8 @@ def run(args: argparse.Namespace) -> None:
         train = open_split(args.data, "train", None)
         val = open_split(args.data, "val", train.classes)
         check_same_classes(val, train.classes, of="its train split")
-    session = open_session(model, config.train.precision, args)
-    world, forward, width = session.world, session.run(model.pooled), model.pooled_width
+    world, precision = open_session(model, config.train.precision, args)
+    forward, width = autocast(world.device, precision.name)(model.pooled), model.pooled_width
     with tempfile.TemporaryDirectory() as scratch:
         beside = args.json or Path(world.from_main(scratch), "features")
         of_train, of_val = (collect_features(forward, width, each, config, world, beside) for each in (train, val))
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         return
     percent, c = accuracies(of_train, of_val, len(train.classes), args.few_shot, args.c)
     about = {"model": config.model.name, "checkpoint": str(args.checkpoint), "step": trained.step, "weights": trained.kind}
-    about |= {"precision": session.precision.name, "width": width, "data": str(args.data), "classes": len(train.classes)}
+    about |= {"precision": precision.name, "width": width, "data": str(args.data), "classes": len(train.classes)}
     row = {**about, "train_images": len(of_train), "val_images": len(of_val), "c": c, "accuracy": percent}
     lines = [
         f"features   {width} of {config.model.name}, {trained.kind} weights of step {trained.step}",

@@ -8,15 +8,17 @@ reads them; they leave out the card, which its owner completes.
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from pipeline.errors import UserError, first_line, missing_extra
+from pipeline.errors import UserError, first_line
 from pipeline.exporting import FORMATS, Format
 from pipeline.files import check_space, check_writable, file_sha256, sync_folder
+from pipeline.lazy import import_library
 
 CARD, SUMS = "README.md", "SHA256SUMS"  # in a folder
 _CARD, _SUM = ".md", ".sha256"  # beside a file
@@ -208,13 +210,6 @@ def _refused(where: str, error: Exception, hub: ModuleType) -> UserError:
 
 
 def _imported() -> ModuleType:
-    try:
-        import huggingface_hub
-        import huggingface_hub.constants
-        import huggingface_hub.errors
-        import huggingface_hub.utils
-    except ModuleNotFoundError as error:
-        if error.name != "huggingface_hub":
-            raise
-        raise missing_extra("--push-to-hub", "huggingface_hub", "hub") from None
-    return huggingface_hub
+    for part in ("utils", "errors", "constants"):
+        import_library(f"huggingface_hub.{part}", "--push-to-hub", "huggingface_hub", "hub")
+    return sys.modules["huggingface_hub"]

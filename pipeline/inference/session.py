@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.folder import parse_step
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from pipeline.cluster.world import World
     from pipeline.config import Config
@@ -58,22 +56,9 @@ def warn(text: str) -> None:
         logging.getLogger("pipeline").warning(text)
 
 
-@dataclass(frozen=True)
-class Session:
-    """The ranks, and the precision in which a model runs on them."""
-
-    world: World
-    precision: Precision
-
-    def run(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The same function of images, in the session's precision."""
-        from pipeline.step.precision import autocast
-
-        return autocast(self.world.device, self.precision.name)(forward)
-
-
-def open_session(model: nn.Module, trained_in: str, args: argparse.Namespace) -> Session:
-    """Join the other ranks and move the model, ``trained_in`` a precision, to this one's device. Collective."""
+def open_session(model: nn.Module, trained_in: str, args: argparse.Namespace) -> tuple[World, Precision]:
+    """Join the other ranks and move the model, ``trained_in`` a precision, to this one's device. Collective. Returns the ranks, and the
+    precision in which the model is to run on them."""
     from pipeline.cluster.rendezvous import init_world
     from pipeline.inference.trained import OnnxModel
     from pipeline.loader.loader import decoding_device
@@ -83,5 +68,5 @@ def open_session(model: nn.Module, trained_in: str, args: argparse.Namespace) ->
     decoding_device(args.decode, world.device, "--decode")
     model.to(world.device)
     if isinstance(model, OnnxModel):
-        return Session(world, Precision(model.exported_precision, "as exported"))
-    return Session(world, choose_evaluation_precision(trained_in, args.precision, world))
+        return world, Precision(model.exported_precision, "as exported")
+    return world, choose_evaluation_precision(trained_in, args.precision, world)
