@@ -6,7 +6,6 @@ DeiT's authors published (``train.teacher_weights``). Nothing is downloaded. The
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -111,13 +110,6 @@ def library_network(config: Config) -> tuple[nn.Module, Sequence[float], Sequenc
     UserError: the library is missing or does not load, or has no such network."""
     library, _, name = (config.train.teacher or "").partition(":")
     module, classes = import_library(library, f"train.teacher={library}:NAME"), config.model.num_classes
-    _check_name(library, name, module)
-    if library == "torchvision":
-        return module.models.get_model(name, weights=None, num_classes=classes), TORCHVISION_MEAN, TORCHVISION_STD
-    return tagged_network(name, classes, "train.teacher")
-
-
-def _check_name(library: str, name: str, module: ModuleType) -> None:
     if library == "timm":
         known = module.list_models()
         found = module.is_model(name)  # also with the tag of its weights: regnety_160.deit_in1k
@@ -127,6 +119,9 @@ def _check_name(library: str, name: str, module: ModuleType) -> None:
     if not found:
         hint = did_you_mean(name, known, f"{library}.list_models() has the names", f"{library}:{{}}")
         raise UserError(f"train.teacher must name a classifier of {library}, got {library}:{name}", hint)
+    if library == "timm":
+        return tagged_network(name, classes, "train.teacher")
+    return module.models.get_model(name, weights=None, num_classes=classes), TORCHVISION_MEAN, TORCHVISION_STD
 
 
 def _try_out(teacher: LibraryTeacher, config: Config) -> None:

@@ -121,10 +121,8 @@ class GatedPositionalSelfAttention(PositionalSelfAttention):
         return torch.lerp(by_content, by_position, gate[:, None, None].to(v.dtype))
 
 
-DEPTH = 12
-
 # The class token needs at least one self-attention block to attend to the patches.
-LayerCount = Annotated[int, Field(ge=0, le=DEPTH - 1)]
+LayerCount = Annotated[int, Field(ge=0, le=vit.ViTLayout.depth - 1)]
 
 
 class ConViTSwitches(Switches):

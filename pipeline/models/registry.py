@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError, did_you_mean
-from pipeline.models.timm.names import check_timm_name, is_timm
+from pipeline.models.timm.names import TIMM_PREFIX, check_timm_name, is_timm
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -114,13 +114,14 @@ def model_entry(name: str) -> ModelEntry:
 def _wrapped_entry(name: str) -> ModelEntry:
     """The entry of a model of timm, or of somebody else's code; UserError: timm does not load."""
     from pipeline.models.imported import build_imported  # imported late, with PyTorch
-    from pipeline.models.timm.classifier import TimmSwitches, build_timm, timm_figures
+    from pipeline.models.timm.classifier import TimmSwitches, build_timm, import_timm
 
     if path := import_path(name):
         return ModelEntry(name, partial(build_imported, path, name), f"a model of {path}", "", TimmSwitches)
-    version, image_size, num_classes = timm_figures(name)
-    sizes = {"image_size": image_size, "num_classes": num_classes}
-    return ModelEntry(name, partial(build_timm, name), "a model of timm", f"timm {version}", TimmSwitches, **sizes)
+    timm = import_timm()
+    cfg = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))  # of its weights
+    sizes = {"image_size": cfg.input_size[-1] if cfg else 224, "num_classes": (cfg.num_classes if cfg else 0) or 1000}
+    return ModelEntry(name, partial(build_timm, name), "a model of timm", f"timm {timm.__version__}", TimmSwitches, **sizes)
 
 
 def check_trusted(name: str, source: object) -> None:

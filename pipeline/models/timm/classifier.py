@@ -256,10 +256,3 @@ def build_wrapped(
 def build_timm(name: str, **options: Any) -> WrappedClassifier:
     """The builder of the registry entry of ``timm:NAME``."""
     return build_wrapped(TimmClassifier, build_network, build_network, name, **options)
-
-
-def timm_figures(name: str) -> tuple[str, int, int]:
-    """timm's version, and the image size and number of classes of its weights of ``timm:NAME``. Raises UserError: timm does not load."""
-    timm = import_timm()
-    cfg = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
-    return timm.__version__, cfg.input_size[-1] if cfg else 224, (cfg.num_classes if cfg else 0) or 1000

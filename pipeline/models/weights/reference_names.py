@@ -15,7 +15,6 @@ from pipeline.errors import UserError, first_few
 from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import create_model, list_models, model_entry
 
-NamePairs = Sequence[tuple[str, str]]
 Names = Literal["ours", "authors"]  # authors: those of the published code
 _HEADS = ("head.weight", "mlp_head.weight")  # of a classifier, (classes, width): ours and the authors'
 _CLOSEST = 5  # tensors that may differ in a hint
@@ -82,7 +81,7 @@ def added_names(model: VisionModel, given: Iterable[str]) -> set[str]:
     return set() if added & set(given) else added
 
 
-def _renamed(name: str, pairs: NamePairs) -> str:
+def _renamed(name: str, pairs: Sequence[tuple[str, str]]) -> str:
     """Rename by the first matching (before, after) pair; unchanged without a match."""
     for before, after in pairs:
         # A trailing dot makes ``before`` a prefix.
