@@ -240,10 +240,7 @@ def _convolution(name: str, args: Any, result: Any) -> tuple[str, float]:
 def fused(operators: Sequence[Operator], kept: set[int]) -> list[Operator]:
     """What a compiler makes of them: adjacent bandwidth-bound operators become one, which reads what others have written and writes what
     others read. ``operators``: in order; ``kept``: numbers of the memory that is read after the last of them."""
-    last_read: dict[int, int] = {}
-    for place, operator in enumerate(operators):
-        for number, _ in operator.reads:
-            last_read[number] = place
+    last_read = {number: place for place, operator in enumerate(operators) for number, _ in operator.reads}
     joined: list[Operator] = []
     end = 0
     for (fuses, *_), alike in groupby(operators, lambda each: (each.kind == MAP, each.backward, each.recomputed)):

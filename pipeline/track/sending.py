@@ -192,14 +192,12 @@ class Sender:
             try:
                 self._tracker.close(state)
             except Exception as error:
-                _log.warning(f"{self._tracker.target} could not be told the end ({_reason(error)})")
+                if state != "lost":
+                    _log.warning(f"{self._tracker.target} could not be told the end ({_reason(error)})")
 
     def _fail(self, error: Exception, failures: int, once: bool) -> None:
         """Wait, then let the next round connect again."""
-        if self._open:
-            self._open = False
-            with suppress(Exception):
-                self._tracker.close("lost")
+        self._end("lost")
         if once and failures >= _ATTEMPTS:
             problem = f"{self._tracker.target} could not be reached ({_reason(error)})"
             raise UserError(problem, "the same command continues with what is left to send") from None

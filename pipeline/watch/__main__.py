@@ -62,14 +62,11 @@ def main() -> None:
         missing = f"{names} {'does' if len(args.runs) == 1 else 'do'} not exist"
         raise UserError(missing, "correct the name, or wait until the run has begun")
     if stays:
-        with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-            try:
-                while True:
-                    live.update(now(), refresh=True)
-                    if pressed(_REFRESH) in ("q", "Q"):
-                        break
-            except KeyboardInterrupt:
-                pass
+        with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+            while True:
+                live.update(now(), refresh=True)
+                if pressed(_REFRESH) in ("q", "Q"):
+                    break
     console.print(now())  # stays when the page is gone
 
 
