@@ -137,14 +137,14 @@ class Collector:
 
 
 class ImageMeasures(Collector):
-    """Sums over images of measures per layer and head, (layers, heads) each by its name.
+    """Sums over images of measures per layer and head, (layers, heads) each by its name. ``probes``: by default ``attention``.
 
     The layers of a grid (rows, columns) of patches offer ``phi_p`` before the last probe: (heads, N, N), or for each image
     (B, heads, M, M).
     """
 
     def __init__(self, grid: tuple[int, int], *probes: str) -> None:
-        super().__init__(*probes)
+        super().__init__(*(probes or ["attention"]))
         self.distances = query_key_distances(*grid)  # (N, N)
         self._phi_p: Tensor | None = None
 
@@ -175,9 +175,6 @@ class ImageMeasures(Collector):
 
 class AttentionDistance(ImageMeasures):
     """Mean attention distance, ``distance``. A class token, as query and key, is left out; the rest's rows are normalized again."""
-
-    def __init__(self, grid: tuple[int, int]) -> None:
-        super().__init__(grid, "attention")
 
     def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
         patches = self.patches(value)
