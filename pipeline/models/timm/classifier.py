@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import UserError, first_line
-from pipeline.models.common.base import Switches, VisionModel, scale_branch
+from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scale_branch
 from pipeline.models.timm.names import TIMM_PREFIX
 from pipeline.models.timm.network import Maker, Trial, build_network, drop_rate, import_timm, scales_kept, try_out
 
@@ -232,25 +232,20 @@ class TimmClassifier(WrappedClassifier):
 
 
 def build_wrapped(
-    kind: type[WrappedClassifier],
-    make: Maker,
-    checked: Maker,
-    name: str,
-    switches: TimmSwitches,
-    num_classes: int,
-    image_size: int,
-    drop_path: float,
-    activation_checkpointing: bool,
+    kind: type[WrappedClassifier], make: Maker, checked: Maker, name: str, switches: TimmSwitches, **options: Any
 ) -> WrappedClassifier:
-    """The builder of a registry entry, of a ``kind`` with the networks that ``make`` makes, and ``checked`` for a trial."""
-    options = dict(switches.model_extra or {})
-    trial = try_out(name, num_classes, image_size, drop_path, options, checked)
-    if drop_path and not trial.branches:
-        raise UserError(f"model.drop_path is {drop_path}, but {name} has no stochastic depth", "set model.drop_path=0")
+    """The builder of a registry entry, of a ``kind`` with the networks that ``make`` makes, and ``checked`` for a trial. ``options``: of
+    :class:`~pipeline.models.common.base.ModelOptions`."""
+    settings, given = ModelOptions(**options), dict(switches.model_extra or {})
+    asked = (name, settings.num_classes, settings.image_size, settings.drop_path, given)
+    trial = try_out(*asked, checked)
+    if settings.drop_path and not trial.branches:
+        problem = f"model.drop_path is {settings.drop_path}, but {name} has no stochastic depth"
+        raise UserError(problem, "set model.drop_path=0")
     default = torch.get_default_device()
     with torch.device(trial.device if default.type == "meta" else default):  # some networks cannot be built on meta
-        net = make(name, num_classes, image_size, drop_path, options)
-    return kind(name, net, trial, activation_checkpointing, switches, kind.heads(net, num_classes))
+        net = make(*asked)
+    return kind(name, net, trial, settings.activation_checkpointing, switches, kind.heads(net, settings.num_classes))
 
 
 def build_timm(name: str, **options: Any) -> WrappedClassifier:
