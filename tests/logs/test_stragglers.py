@@ -35,7 +35,7 @@ def trained(config: Path, run: Path, stage: int, sleeps: list[str], steps: int =
 def test_a_rank_that_is_slow_in_its_backward_pass_is_named(stage: int, small_run: Path, tmp_path: Path) -> None:
     """Guards against a slow rank that hides among those that wait for it within their own backward passes."""
     run = tmp_path / "run"
-    said = trained(small_run, run, stage, ["0.2", "0.6", "0.2"]).stdout()
+    said = trained(small_run, run, stage, ["0.2", "1.0", "0.2"]).stdout()
     for row in step_rows(run)[4:]:  # not those with the first step, in which libraries are loaded
         assert (row["slowest_rank"], row["slowest_host"]) == (1, HOST), row
         assert COSTLY < row["slowest_cost"] < 1 and row["slowest_compute"] > row["slowest_waiting"]
