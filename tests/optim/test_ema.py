@@ -32,6 +32,10 @@ def test_all_tensors_at_once_give_what_one_by_one_gave() -> None:
                 parameter.add_(torch.randn_like(parameter))
                 expected[name].lerp_(parameter, 1 - 0.99)
         average.update(taken=True)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    average.update(taken=False)  # a skipped step
+    average.update(taken=torch.tensor(0.0))
     assert average.buffers == {} and average.averages.keys() == expected.keys()
     assert all(torch.equal(average.averages[name], value) for name, value in expected.items())
 

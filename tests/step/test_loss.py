@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from pipeline.config import TrainConfig, load_config
 from pipeline.errors import UserError
 from pipeline.step.loss import Objective, cross_entropy, label_loss
+from pipeline.step.train_step import forward_backward
 
 CLASSES = 7
 
@@ -88,3 +89,13 @@ def test_what_does_not_fit_together_is_refused_in_one_sentence(overrides: str, t
     with pytest.raises(UserError) as refused:
         load_config(config, overrides.split())
     assert REFUSED[overrides] in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("offset", [torch.inf, -torch.inf, torch.nan])
+def test_a_loss_that_is_not_finite_has_no_finite_gradient(offset: float) -> None:
+    """Guards against a step that is taken because the gradient of a loss that is not finite happens to be."""
+    weight = torch.ones(3, requires_grad=True)
+    batch = SimpleNamespace(images=torch.ones(3))
+    objective = lambda scores, _: scores.sum() + offset  # noqa: E731
+    loss = forward_backward(lambda images, _: weight * images, Tensor.backward, batch, None, objective)  # type: ignore[arg-type]
+    assert not loss.isfinite() and weight.grad is not None and weight.grad.isnan().all()
