@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         trains = {item.path for item in items if any(map(item.get_closest_marker, ("multiprocess", "slurm")))}
         items.sort(key=lambda item: item.path not in trains)
+
+
+def pytest_runtest_setup() -> None:
+    """Give each test one thread beside another worker's: a plan of this machine, or a session of one rank, has taken more."""
+    if "PYTEST_XDIST_WORKER" in os.environ and (torch := sys.modules.get("torch")):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
