@@ -88,15 +88,22 @@ def share_of_node(size: int) -> tuple[int, int]:
     return local_size, min(usable, share)
 
 
-def allow_open_files(least: int = 0, more: int = 0, needed: int = 0) -> int:
-    """Raise the soft limit of open files, 1,024 on most systems, to ``least`` and by ``more``, as far as it goes; returns it. Where it
-    does not go as far as ``needed``, it is only returned."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
-    wanted = min(max(least, soft + more), hard)
-    if soft < wanted >= needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
-    return max(soft, wanted)
+def open_file_limits() -> tuple[int, int]:
+    """The soft limit of open files, 1,024 on most systems, and the hard one; ``sys.maxsize`` where there is none."""
+    soft, hard = (
+        sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    return soft, hard
+
+
+def allow_open_files(count: int) -> int:
+    """Raise the soft limit of open files to ``count``, or as far as the hard one goes; returns it."""
+    soft, hard = open_file_limits()
+    wanted = min(count, hard)
+    if wanted <= soft:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.RLIM_INFINITY if hard == sys.maxsize else hard))
+    return wanted
 
 
 def nodes_of(ranks: Sequence[int], size: int) -> list[str]:

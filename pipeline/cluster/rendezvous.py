@@ -19,7 +19,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.cluster.environment import OTHER_FILES, allow_open_files, is_loopback, nodes_of, read_place, slurm_granted_gpus
+from pipeline.cluster.environment import (
+    OTHER_FILES,
+    allow_open_files,
+    is_loopback,
+    nodes_of,
+    open_file_limits,
+    read_place,
+    slurm_granted_gpus,
+)
 from pipeline.cluster.host import bind_near_gpu, choose_gloo_interface, gpu_is_usable, keep_freed_memory
 from pipeline.cluster.meeting import meet, store_client
 from pipeline.cluster.nccl import leave_faults_to_the_heartbeat
@@ -166,12 +174,12 @@ def _proof(secret: bytes, rank: int, challenge: str) -> str:
 def _allow_open_files(rank: int, size: int) -> None:
     """Raise the limit of open files as far as a job of this size may need."""
     needed = _FILES_PER_RANK * size + OTHER_FILES
-    # Twice: gloo connects each process with each, and NCCL opens sockets too. Rank 0 hosts the store.
-    allowed = allow_open_files(2 * needed, needed=needed if rank == 0 else 0)
-    if rank == 0 and allowed < needed:
-        least = f"at least {needed} for the connections of {size} processes, got {allowed}"
+    _, hard = open_file_limits()
+    if rank == 0 and hard < needed:  # it hosts the store
+        least = f"at least {needed} for the connections of {size} processes, got {hard}"
         remedy = "raise the limit on its node (LimitNOFILE of slurmd, /etc/security/limits.conf)"
         raise UserError(f"the limit of open files (ulimit -Hn) of rank 0 must be {least}", remedy)
+    allow_open_files(2 * needed)  # twice: gloo connects each process with each, and NCCL opens sockets too
 
 
 def _name_the_late(size: int) -> None:

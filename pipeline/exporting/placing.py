@@ -8,7 +8,6 @@ reads them; they leave out the card, which its owner completes.
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -212,4 +211,4 @@ def _refused(where: str, error: Exception, hub: ModuleType) -> UserError:
 def _imported() -> ModuleType:
     for part in ("utils", "errors", "constants"):
         import_library(f"huggingface_hub.{part}", "--push-to-hub", "huggingface_hub", "hub")
-    return sys.modules["huggingface_hub"]
+    return import_library("huggingface_hub", "--push-to-hub", extra="hub")

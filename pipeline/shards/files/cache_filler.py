@@ -14,12 +14,11 @@ from typing import Literal
 
 import numpy as np
 
-from pipeline.cluster.environment import OTHER_FILES, allow_open_files
 from pipeline.errors import UserError
 from pipeline.files import disk_reason
 from pipeline.hardware import GIB
 from pipeline.shards.files.cache import CachedShard, Partial, ShardCache, Unclaimed
-from pipeline.shards.files.local import ShardFiles
+from pipeline.shards.files.local import ShardFiles, allow_more_files
 from pipeline.shards.manifest import ShardInfo, sample_damage
 
 CHUNK = 8 << 20  # bytes of a request to the source: 50 ms of latency cost a third of the time at 100 MB/s
@@ -259,5 +258,4 @@ class Filler:
 
 def allow_open_copies(shards: int) -> int:
     """Raise the soft limit on open files as far as it goes; returns how many copies may be open beside the source's shards."""
-    allowed = allow_open_files(more=shards + OTHER_FILES) - OTHER_FILES
-    return max(0, allowed - shards - len(os.listdir("/proc/self/fd")))
+    return max(0, allow_more_files(shards) - shards - len(os.listdir("/proc/self/fd")))

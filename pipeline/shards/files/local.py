@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.cluster.environment import OTHER_FILES, allow_open_files
+from pipeline.cluster.environment import OTHER_FILES, allow_open_files, open_file_limits
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 from pipeline.shards.manifest import MANIFEST, ShardManifest
@@ -100,6 +100,12 @@ def is_file_at(descriptor: int, path: Path, follow_links: bool) -> bool:
         return False
 
 
+def allow_more_files(count: int) -> int:
+    """Raise the soft limit for ``count`` more open files as far as it goes; returns how many may be open beside everything else."""
+    soft, _ = open_file_limits()
+    return allow_open_files(soft + count + OTHER_FILES) - OTHER_FILES
+
+
 class LocalFiles(SourceFiles):
     """:class:`ShardFiles` in a folder of a file system. Tars that were read stay open, as many as the system allows: those read last.
 
@@ -126,7 +132,7 @@ class LocalFiles(SourceFiles):
             raise UserError(f"{path} must have {size} bytes by {MANIFEST}, got {found.st_size}", remedy)
 
     def will_open(self, count: int) -> None:
-        self._most = max(1, min(count, allow_open_files(more=count + OTHER_FILES) - OTHER_FILES))
+        self._most = max(1, min(count, allow_more_files(count)))
 
     def whole(self, name: str) -> Path:
         return self.folder / name
