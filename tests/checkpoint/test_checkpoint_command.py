@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,7 +206,7 @@ def test_nothing_is_replaced_silently(run: Path, export, tmp_path: Path) -> None
         export(run, "--output", file)
     assert file.read_text() == "mine"
     export(run, "--output", file, "--step", 2, "--force")
-    read_exported(file)[0]
+    read_exported(file)
     assert sorted(path.name for path in tmp_path.iterdir()) == [file.name, f"{file.name}.md", f"{file.name}.sha256"]
 
 
@@ -222,10 +223,7 @@ def test_nothing_is_exported_of_what_is_not_whole(
     arguments: list[str], expected: str, run: Path, damaged: Path, export, tmp_path: Path
 ) -> None:
     """Guards against a traceback, and against half an exported file."""
-    places = {"run": run, "damaged": damaged, "tmp": tmp_path}
-    with pytest.raises(UserError, match=expected) as error:
-        export(*(argument.format(**places) for argument in arguments))
-    assert "\n" not in str(error.value)
+    refuses(export, arguments, expected, run=run, damaged=damaged, tmp=tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
 
 
@@ -238,14 +236,9 @@ def test_nothing_is_exported_of_what_is_not_whole(
         (["verify", "{run}", "--step", "-1"], r"no checkpoint of step -1, but of \[2, 3, 4\]"),
     ],
 )
-def test_each_mistake_is_one_sentence(
-    arguments: list[str], expected: str, run: Path, damaged: Path, command, tmp_path: Path
-) -> None:
+def test_each_mistake_is_one_sentence(arguments: list[str], expected: str, run: Path, command, tmp_path: Path) -> None:
     """Guards against a traceback."""
-    places = {"run": run, "damaged": damaged, "tmp": tmp_path}
-    with pytest.raises(UserError, match=expected) as error:
-        command(*(argument.format(**places) for argument in arguments))
-    assert "\n" not in str(error.value)
+    refuses(command, arguments, expected, run=run, tmp=tmp_path)
 
 
 def test_a_run_without_an_average_has_none_to_export(run: Path, command, export, tmp_path: Path) -> None:
@@ -255,6 +248,13 @@ def test_a_run_without_an_average_has_none_to_export(run: Path, command, export,
     with pytest.raises(UserError, match="has no ema weights: choose the model's"):
         export(copy, "--output", tmp_path / "a.safetensors", "--weights", "ema")
     assert command("verify", copy, "--step", 4) == 0
+
+
+def refuses(command: Callable, arguments: list[str], expected: str, **places: Path) -> None:
+    """Assert that a command answers arguments, with the names of ``places`` in them, by one sentence."""
+    with pytest.raises(UserError, match=expected) as error:
+        command(*(argument.format(**places) for argument in arguments))
+    assert "\n" not in str(error.value)
 
 
 def drop_averages(run: Path) -> None:
