@@ -21,7 +21,7 @@ from pipeline.config import Positive
 from pipeline.kernels import peripheral_attention
 from pipeline.models.common import vit
 from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scales_of_block
-from pipeline.models.common.layers import ModuleList, constant_table
+from pipeline.models.common.layers import ModuleList, as_written, constant_table
 from pipeline.models.common.probe import probe
 from pipeline.models.registry import register
 
@@ -71,7 +71,7 @@ class PositionalSelfAttention(nn.Module):
 
         In full precision even under autocast: scores of distant keys are in the hundreds, where bfloat16 resolves steps of 1.
         """
-        with torch.autocast(offsets.device.type, enabled=False):
+        with as_written(offsets):
             return self.position_projection(offsets).permute(2, 0, 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position_scores: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ ablation switches are an argument, ``switches``.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -60,6 +60,7 @@ class TimmModel(VisionModel):
     side: int  # of the images that it was made for
     feature_dim = -1  # of the channels in what forward_features gives
     output_fmt = "NHWC"  # of the same, where it has rows and columns
+    in_chans = 3
     unpooled = False  # forward is forward_features
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Any:
@@ -215,6 +216,8 @@ def _make(
     drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
     switches: Mapping[str, Any] = MappingProxyType({}),
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> VisionModel:
     """A model for timm: its arguments in this project's terms."""
     sides = {img_size or model_entry(name).image_size} if not isinstance(img_size, Sequence) else set(img_size)
@@ -224,7 +227,8 @@ def _make(
         takes = "takes square images of 3 channels and has no such dropout"
         raise UserError(f"{name} of pervit-pipeline has {problem}, but {takes}", "leave it out")
     (side,) = sides
-    model = for_timm(create_model(name, max(num_classes, 1), side, drop_path_rate, switches=switches))
+    with nullcontext() if device is None else torch.device(device):
+        model = for_timm(create_model(name, max(num_classes, 1), side, drop_path_rate, switches=switches).to(dtype=dtype))
     assert isinstance(model, TimmModel)
     model.side = side
     if global_pool is not None or num_classes == 0:

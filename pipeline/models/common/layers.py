@@ -1,7 +1,7 @@
 """Share between the families: MLP, dropout, checks of sizes, initialization, typed module lists, constant tables, resampling."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -19,6 +19,12 @@ NORM_EPS = 1e-6
 def computed_in(device: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a linear layer's product: autocast's, where it is on."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+
+
+def as_written(like: Tensor) -> AbstractContextManager:
+    """No autocast on the device of ``like``: operators compute in the dtypes of their tensors."""
+    device = like.device.type
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)  # PyTorch has no autocast for meta
 
 
 class _Corner(torch.autograd.Function):
@@ -245,7 +251,7 @@ def resample_grid(table: Tensor, grid: tuple[int, int], new: tuple[int, int], ex
         return torch.cat([table[..., :extra_tokens, :], patches], dim=-2)
     rows, columns = (_axis_weights(*sides, table.device, table.dtype) for sides in zip(grid, new))  # (new, old) each
     maps = table.unflatten(-2, grid)  # (..., rows, columns, D)
-    with torch.autocast(table.device.type, enabled=False):
+    with as_written(table):
         return torch.einsum("ry,cx,...yxd->...rcd", rows, columns, maps).flatten(-3, -2)
 
 

@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
 from pipeline.kernels.peripheral import packed_attention, uses_triton
 from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scale_branch
-from pipeline.models.common.layers import MLP, NORM_EPS, PATCH, HeadLinear, check_sides, check_size, init_linear, resample_grid
+from pipeline.models.common.layers import (
+    MLP,
+    NORM_EPS,
+    PATCH,
+    HeadLinear,
+    as_written,
+    check_sides,
+    check_size,
+    init_linear,
+    resample_grid,
+)
 from pipeline.models.common.probe import probe
 
 # (authors' name, our name), see VisionModel.reference_names.
@@ -142,7 +152,7 @@ def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tenso
 
 def content_scores(q: Tensor, k: Tensor) -> Tensor:
     """q kᵀ / sqrt(head_dim): (B, heads, N, head_dim) each -> (B, heads, N, N), at least float32; for probes."""
-    with torch.autocast(q.device.type, enabled=False):
+    with as_written(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         return q.to(dtype) @ k.to(dtype).transpose(-1, -2) * q.shape[-1] ** -0.5
 

@@ -11,7 +11,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.common.layers import constant_table
+from pipeline.models.common.layers import as_written, constant_table
 from pipeline.models.common.probe import probe
 from pipeline.models.common.windows import Runs, relative_index
 
@@ -107,7 +107,7 @@ class GaussianMap(nn.Module):
 
     def forward(self, connected: Tensor | None = None) -> Tensor:
         # In full precision even under autocast: the map is small, and its rounding error would affect every token.
-        with torch.autocast(self.spreads.device.type, enabled=False):
+        with as_written(self.spreads):
             sigma = self.covariance()  # (groups, 2, 2)
             probe("covariance", lambda: sigma)
             peak = (sigma @ self.centers[:, :, None])[:, :, 0]  # (groups, 2)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pipeline.errors import UserError
 from pipeline.kernels.peripheral import phi_maps, suits_kernels
 from pipeline.models.common.base import Switches, VisionModel
-from pipeline.models.common.layers import ModuleList
+from pipeline.models.common.layers import ModuleList, as_written
 from pipeline.models.pervit import position
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
 
@@ -38,7 +38,7 @@ def grouped_log_phi(
         return F.instance_norm(maps, weight=together(f"{name}.weight"), bias=together(f"{name}.bias"), eps=position.NORM_EPS)
 
     two, first = layers[0].layers == 2, together("projection1.weight")
-    with torch.autocast(distance.device.type, enabled=False):  # as each layer by itself
+    with as_written(distance):  # as each layer by itself
         if two and suits_kernels(distance, first):
             first, shift = position.scaled(distance, scale, offset, first, together("projection1.bias"))
             weight, bias, second = (together(name) for name in ("norm1.weight", "norm1.bias", "projection2.weight"))

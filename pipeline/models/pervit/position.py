@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.errors import UserError
-from pipeline.models.common.layers import constant_table
+from pipeline.models.common.layers import as_written, constant_table
 
 NORM_EPS = 1e-5  # of the published code
 # Peripheral initialization: bias and weight of the last norm, in the first and in the last layer (Sec. 3.1, after Eq. 9).
@@ -196,7 +196,7 @@ class PeripheralPosition(nn.Module):
             scale, offset: (4 * heads,) from :class:`DistanceScales`.
         """
         # Full precision even under autocast: the maps are small, and their rounding error would affect every image.
-        with torch.autocast(distance.device.type, enabled=False):
+        with as_written(distance):
             r = self.norm1(self.projection1(distance, scale, offset))  # (N, 4 * heads, H + 2, W + 2)
             if self.layers == 2:
                 r = self.norm2(self.projection2(F.relu(r)))  # (N, heads, H, W)
