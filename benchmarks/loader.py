@@ -95,7 +95,7 @@ CONTESTANTS = [
     Contestant("pillow_full", "pillow_full", Form.ORIGINALS, "Pillow + DataLoader, full recipe by timm"),
 ]
 
-ENVIRONMENTS = {  # name -> its packages beside PyTorch; what PyTorch's CPU build lacks for torchvision, PyPI's has
+ENVIRONMENTS = {  # name -> its packages beside PyTorch
     "threads": "spdl==0.8.0 opencv-python-headless==5.0.0.93 simplejpeg==1.9.0",
     "streams": "webdataset==1.0.2 litdata==0.2.76",
     "torchvision": "torchvision==0.28.0 timm==1.0.31 mosaicml-streaming==0.13.0",
@@ -134,8 +134,10 @@ def install(peers: Path) -> None:
             "numpy",
             "pillow",
         ]
+        # torchvision's operators load beside PyPI's PyTorch alone; pip's settings may name a build without CUDA.
+        variables = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""} if "torchvision" in packages else {}
         for command in (made, [*filled, *packages.split()]):
-            if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+            if (done := subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)).returncode:
                 print(f"warning: {peers / name} cannot be installed: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
                 shutil.rmtree(peers / name, ignore_errors=True)
                 break
