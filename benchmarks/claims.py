@@ -1,8 +1,9 @@
 """The directions of PerViT's tables on CIFAR-10, as far as two cores and an evening show them: small models, a fixed budget.
 
     python -m benchmarks.claims --source cifar10.zip --folder runs/claims [--epochs 3] [--seeds 2] [--jobs 2]
+    python -m benchmarks.claims --source cifar10.zip --folder runs/claims_128 --set model.image_size=128 train.precision=bf16
 
-Every variant trains from scratch with every seed on images of 64 pixels for the same number of steps; runs on a tenth of the images
+Every variant trains from scratch with every seed on images of 64 pixels, 4 x 4 tokens, for the same number of steps; runs on a tenth of the images
 see each of them ten times as often. The command may be stopped and started again: shards that are there are kept, a run goes on
 where it was, a finished one is not repeated. The table shows means over the seeds, the spread between them, and whether a
 difference of the paper has the paper's sign here and is larger than the spread.
@@ -81,18 +82,19 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT", help=", ".join(VARIANTS)
     )
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config, for all runs")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))  # by way of the exceptions, so that the runs are told
     if args.seeds < 1 or args.epochs <= 0:
         raise UserError(f"--seeds and --epochs must be above 0, got {args.seeds} and {args.epochs:g}", "pass another number")
     parts = sorted({VARIANTS[name].part for name in args.only}, reverse=True)
     shards = {part: make_shards(args.source, args.folder, part) for part in parts}
-    results = train_all(args.only, args.seeds, args.jobs, args.folder, shards, args.epochs)
+    results = train_all(args.only, args.seeds, args.jobs, args.folder, shards, args.epochs, args.set)
     print(table(results))
 
 
 def train_all(
-    names: list[str], seeds: int, jobs: int, folder: Path, shards: dict[float, Path], epochs: float
+    names: list[str], seeds: int, jobs: int, folder: Path, shards: dict[float, Path], epochs: float, more: list[str]
 ) -> dict[str, list[float]]:
     """Top-1 of every variant, one number per seed; ``jobs`` runs at a time share out the cores."""
     cores = sorted(os.sched_getaffinity(0))
@@ -104,7 +106,7 @@ def train_all(
     def train_one(name: str, seed: int) -> float:
         share = shares.get()
         try:
-            result = train(VARIANTS[name], folder / f"{name}_{seed}", shards[VARIANTS[name].part], seed, epochs, share)
+            result = train(VARIANTS[name], folder / f"{name}_{seed}", shards[VARIANTS[name].part], seed, epochs, share, more)
         finally:
             shares.put(share)
         print(f"{VARIANTS[name].title}, seed {seed}: {result['top1']:.2f} % top-1", file=sys.stderr, flush=True)
@@ -133,8 +135,8 @@ def make_shards(source: str, folder: Path, part: float) -> Path:
     return shards
 
 
-def train(variant: Variant, folder: Path, shards: Path, seed: int, epochs: float, cores: list[int]) -> dict:
-    """The evaluation at the end of a run on these cores, which is begun, continued, or finished already."""
+def train(variant: Variant, folder: Path, shards: Path, seed: int, epochs: float, cores: list[int], more: list[str]) -> dict:
+    """The evaluation at the end of a run on these cores, which is begun, continued, or finished already; ``more``: overrides."""
     result = last_evaluation(folder)
     if result is not None:
         return result
@@ -152,6 +154,7 @@ def train(variant: Variant, folder: Path, shards: Path, seed: int, epochs: float
         f"optim.warmup_epochs={0.1 * epochs / variant.part:g}",
         "eval.every_epochs=null",
         "checkpoint.keep_last=1",
+        *more,
     ]
     run(["-m", "pipeline.train", "--config", "configs/cifar10.yaml", *overrides], cores)
     result = last_evaluation(folder)

@@ -207,6 +207,10 @@ class SampleLog:
         self._file.flush()
         self._step.clear()
 
+    def sync(self) -> None:
+        """Make all lines durable; called before a checkpoint that holds what they name."""
+        self._file.flush(to_disk=True)
+
 
 def augmentation_digests(request: BatchRequest) -> list[str]:
     """XXH3-64 of all random draws for an image, as 16 hexadecimal digits.

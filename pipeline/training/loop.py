@@ -190,7 +190,9 @@ def complete_step(run: Run, stopping: bool) -> bool:
     if any(reasons.values()):
         settle_step(run)
         run.heartbeat.at(run.step, "saving")
-        run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
+        run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is, also after a power failure
+        if run.samples:
+            run.samples.sync()
         began = time.perf_counter()
         run.saver.save(run.train_state.engine, run.train_state.ema, run.state())
         reason = next(reason for reason, applies in reasons.items() if applies)

@@ -4,12 +4,16 @@
 
 Every case is drawn from its number: a model, an optimizer, world sizes and ZeRO stages, and what happens to it. ``ledger.jsonl`` gets a line
 for each case, so that the same command goes on where it stopped. The exit code is 1 if a case was judged to differ.
+
+A power cut is one of the file system that holds the run (``power.py``; root only). Where moto and the extra ``remote`` are installed, some
+runs are in a bucket, and some of those lose their local folder with a kill. Where timm is, one of its models is among the models.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import shutil
 import signal
@@ -17,15 +21,23 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from faults.history import Start
 from faults.killing import Ordeal, random_moment
+from faults.power import Disk
 from pipeline.checkpoint.folder import latest_step
 from pipeline.errors import PREEMPTED
 from support.launching import REPOSITORY
-from support.ranks import Job, run_forked, wait_for_steps
+from support.ranks import Job, is_saving, run_forked, wait_for_steps
 from support.runs import write_small_config
+from support.stores import BUCKET, aws_environment, s3_server
 
 STEPS, KILLS = 60, 10  # of a case
 OPTIONS = (
@@ -40,31 +52,54 @@ MODELS = {
     "pervit": ("model.switches={widths: [16, 16, 16, 16]}", "train.ema_decay=0.9"),
     "deit": ("model.name=deit_t",),
 }
+if find_spec("timm"):
+    MODELS["timm"] = ("model.name=timm:test_vit",)
 OPTIMIZERS = ("adamw", "lamb", "muon", "torch.optim:NAdam")
-SIZES, STAGES = (1, 2, 4), (0, 1, 2, 3)
-DISTURBANCES = {"kill": 0.7, "terminate": 0.15, "stop and kill": 0.15}
+SIZES, STAGES = {16: (1, 2, 4), 12: (1, 3)}, (0, 1, 2, 3)  # world sizes by global batch
+DISTURBANCES = {"kill": 0.55, "power cut": 0.15, "terminate": 0.15, "stop and kill": 0.15}
 
 
+@dataclass
 class Case(Ordeal):
-    """An ordeal of any model."""
+    """An ordeal of any model, on a disk of its own where that can be; ``store``: the port of an S3 server that the run is in."""
+
+    disk: Disk | None = None
+    store: int | None = None
 
     def start(self, world_size: int, *overrides: str) -> Job:
         self.starts.append(Start(time.time(), latest_step(self.run) or 0, world_size))
-        return Job(world_size, "--config", self.config, f"output_dir={self.run}", *self.options, *overrides)
+        words = ("--config", self.config, *self.options, *overrides)
+        if self.store is None:
+            return Job(world_size, *words, f"output_dir={self.run}")
+        place = {**aws_environment(self.store), "PERVIT_RUNS": str(self.run.parents[1])}
+        return Job(world_size, *words, f"output_dir=s3://{BUCKET}/{self.run.name}", module="support.bucket_train", **place)
 
 
-def disturb(ordeal: Ordeal, size: int, stage: str) -> str | None:
+def disturb(ordeal: Case, size: int, stage: str) -> str | None:
     """Start the run and end it at a random moment; what was done, None if it was done before."""
     draw = ordeal.draw
     (kind,) = draw.choices(list(DISTURBANCES), list(DISTURBANCES.values()))
     moment = random_moment(draw)
-    if kind == "kill":
-        return f"kill at a {moment}" if ordeal.start_and_kill(size, moment, stage, most_steps=4) else None
+    if kind == "kill" or kind == "power cut" and not ordeal.disk:
+        if not ordeal.start_and_kill(size, moment, stage, most_steps=4):
+            return None
+        if ordeal.store is not None and draw.random() < 0.3:
+            shutil.rmtree(ordeal.run)
+            return "kill, and an empty disk"
+        return f"kill at a {moment}"
     job = ordeal.start(size, stage)
+    if kind == "power cut" and moment == "start":
+        time.sleep(draw.uniform(0, 3))
+        return cut_power(job, ordeal.disk)
     wait_for_steps(job, ordeal.run, draw.randint(1, 4))
     if not job.runs:
         assert job.codes == [0] * size, job.outputs()
         return None
+    if kind == "power cut":
+        if moment == "save":
+            job.until(lambda: is_saving(ordeal.run))
+        time.sleep(draw.uniform(0, 0.1))
+        return cut_power(job, ordeal.disk)
     if kind == "terminate":
         job.signal(signal.SIGTERM, draw.randrange(size))
         assert set(job.wait()) <= {PREEMPTED, 0}, job.outputs()
@@ -79,18 +114,52 @@ def disturb(ordeal: Ordeal, size: int, stage: str) -> str | None:
     return kind
 
 
-def case(number: int, shards: Path, folder: Path) -> dict:
+def cut_power(job: Job, disk: Disk | None) -> str:
+    assert disk
+    disk.cut()
+    job.kill()
+    job.wait()
+    disk.restart()
+    return "power cut"
+
+
+def case(number: int, shards: Path, folder: Path, store: int | None) -> dict:
     """Run a case; its line of the ledger."""
     draw, began = random.Random(number), time.monotonic()
     model, optimizer = draw.choice(list(MODELS)), draw.choice(OPTIMIZERS)
-    stages = draw.choice([(0,), (1, 2), STAGES])
+    stages, batch = draw.choice([(0,), (1, 2), STAGES]), draw.choice(list(SIZES))
+    store = store if draw.random() < 0.25 else None
+    subprocess.run(["umount", "--quiet", folder / "disk"])  # of a soak that was killed
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    options = (*OPTIONS, *MODELS[model], f"optim.name={optimizer}")
-    ordeal, done = Case(write_small_config(shards, folder), folder / "run", options, draw), Counter[str]()
+    options = (*OPTIONS, *MODELS[model], f"optim.name={optimizer}", f"train.global_batch_size={batch}")
+    try:
+        disk = Disk(folder / "disk.ext4", folder / "disk")
+    except OSError as error:
+        disk = None
+        print(f"no power cuts: {error}", file=sys.stderr)
+    run = folder / "disk" / BUCKET / f"run-{number}"
+    ordeal = Case(write_small_config(shards, folder), run, options, draw, disk=disk, store=store)
+    try:
+        return judged(ordeal, folder, stages, SIZES[batch]) | {
+            "case": number,
+            "model": model,
+            "optimizer": optimizer,
+            "batch": batch,
+            "bucket": store is not None,
+            "seconds": round(time.monotonic() - began, 1),
+        }
+    finally:
+        if disk:
+            disk.close()
+
+
+def judged(ordeal: Case, folder: Path, stages: tuple[int, ...], sizes: tuple[int, ...]) -> dict:
+    """Disturb a run until it is done, and audit it."""
+    draw, done = ordeal.draw, Counter[str]()
 
     def place() -> tuple[int, str]:
-        return draw.choice(SIZES), f"train.zero_stage={draw.choice(stages)}"
+        return draw.choice(sizes), f"train.zero_stage={draw.choice(stages)}"
 
     try:
         while done.total() < KILLS and (what := disturb(ordeal, *place())):
@@ -100,16 +169,16 @@ def case(number: int, shards: Path, folder: Path) -> dict:
         agrees, said = told.returncode == 0, (told.stdout + told.stderr).splitlines()
     except AssertionError as error:  # an exit code, or a rank that does not end
         agrees, said = False, str(error).splitlines()
+    if not agrees:
+        shutil.copytree(
+            folder, folder.with_name(f"{folder.name}-{ordeal.run.name}"), ignore=shutil.ignore_patterns("*.ext4", "lost+found")
+        )
     return {
-        "case": number,
-        "model": model,
-        "optimizer": optimizer,
         "sizes": [start.world_size for start in ordeal.starts],
         "stages": stages,
         "done": done,
         "agrees": agrees,
         "audit": said[-2:] if agrees else said,
-        "seconds": round(time.monotonic() - began, 1),
     }
 
 
@@ -126,6 +195,17 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+@contextmanager
+def s3_server_where_installed() -> Iterator[int | None]:
+    """The port of moto's server; None where it or the extra ``remote`` is missing."""
+    if not all(map(find_spec, ("moto", "boto3", "obstore"))):
+        yield None
+        return
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's requests
+    with pytest.MonkeyPatch.context() as patch, s3_server(patch) as port:
+        yield port
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("build/soak"))
@@ -140,13 +220,12 @@ def main() -> int:
         ):
             subprocess.run([sys.executable, "-m", *map(str, words)], check=True, cwd=REPOSITORY)
     rows = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
-    while sum(sum(row["done"].values()) for row in rows) < args.kills:
-        rows.append(case(len(rows), shards, folder / "case"))
-        with open(ledger, "a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
-        if not rows[-1]["agrees"]:
-            shutil.copytree(folder / "case", folder / f"case-{rows[-1]['case']}")
-        print({key: value for key, value in rows[-1].items() if key != "audit"}, *rows[-1]["audit"], sep="\n  ", flush=True)
+    with s3_server_where_installed() as store:
+        while sum(sum(row["done"].values()) for row in rows) < args.kills:
+            rows.append(case(len(rows), shards, folder / "case", store))
+            with open(ledger, "a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+            print({key: value for key, value in rows[-1].items() if key != "audit"}, *rows[-1]["audit"], sep="\n  ", flush=True)
     print(table(rows))
     return 0 if all(row["agrees"] for row in rows) else 1
 

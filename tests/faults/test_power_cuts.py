@@ -1,0 +1,55 @@
+"""Power cuts: what a file system really holds without power; a run goes on from it with every row and sample."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.power import Disk
+from pipeline.checkpoint.folder import saved_steps
+from support.ranks import is_saving, run_forked, seed_from_environment, train, wait_for_steps
+from support.runs import write_small_config
+from support.small_run import SMALL_MODEL
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
+
+OPTIONS = (*SMALL_MODEL, "log.samples=true", "train.max_steps=16", "checkpoint.every_steps=4", "eval.every_epochs=0.1")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    try:
+        disk = Disk(tmp_path / "disk.ext4", tmp_path / "disk", mib=64)
+    except OSError as error:
+        pytest.skip(f"cannot mount a file system here: {error}")
+    yield disk
+    disk.close()
+
+
+def test_a_run_goes_on_after_power_cuts(digits_shards: Path, disk: Disk, tmp_path: Path) -> None:
+    """Guards against a checkpoint that is named before its bytes are durable, and one whose rows, samples or config are not. The first
+    cut is behind a save, the others anywhere."""
+    config, run = write_small_config(digits_shards, tmp_path), disk.folder / "run"
+    draw = random.Random(seed_from_environment())
+    for moment in ("saved", "step", "save"):
+        job = train(2, config, run, *OPTIONS)
+        if moment == "saved":
+            assert job.until(lambda: 4 in saved_steps(run)), job.outputs()
+        else:
+            wait_for_steps(job, run, draw.randint(1, 3))
+        if moment == "save":
+            job.until(lambda: is_saving(run))
+            time.sleep(draw.uniform(0, 0.1))
+        before = saved_steps(run)
+        disk.cut()
+        job.kill()
+        job.wait()
+        disk.restart()
+        assert set(saved_steps(run)) >= set(before[-1:])  # what was there stays there
+    train(2, config, run, *OPTIONS).succeed()
+    told = run_forked("pipeline.audit", run, "--windows", 1, "--output", tmp_path / "audit.html", check=False)
+    assert told.returncode == 0, told.stdout + told.stderr
