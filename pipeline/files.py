@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import stat
@@ -229,6 +230,18 @@ class GrowingFile:
             self.flush()
         finally:
             os.close(self._descriptor)
+
+
+def cut_behind_rows(path: Path) -> None:
+    """Cut a file of rows behind the last whole one: a kill may have left a part of a row, a power failure zeros. Without the file nothing."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with open(path, "r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # the file may be gigabytes
+            end = content.rfind(b"\n") + 1
+            while end and b"\0" in content[(begin := content.rfind(b"\n", 0, end - 1) + 1) : end]:
+                end = begin
+        file.truncate(end)
 
 
 def disk_reason(path: Path, error: OSError) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.files import GrowingFile, replace_file, replace_text
+from pipeline.files import GrowingFile, cut_behind_rows, replace_file, replace_text
 from support.launching import REPOSITORY, clean_environment
 
 # Whole or old: replaces a file of 4 MB again and again; each content is one byte repeated.
@@ -144,3 +144,19 @@ def test_rows_of_a_file_that_is_gone_are_not_lost_without_a_word(fault: str, tmp
         file.flush()
     if fault == "file replaced":
         assert path.read_text() == "another's\n"
+
+
+@pytest.mark.parametrize(
+    "behind", [b"", b'{"a": 3', bytes(5000), b'{"a": 3' + bytes(100), bytes(5000) + b"\n", b'{"a"' + bytes(9) + b"\n\0\n"]
+)
+def test_a_file_of_rows_is_cut_behind_the_last_whole_one(behind: bytes, tmp_path: Path) -> None:
+    """Guards against a row that is joined to what a kill or a power failure has left before it, and against whole rows that are lost."""
+    path = tmp_path / "rows.jsonl"
+    cut_behind_rows(path)
+    assert not path.exists()
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n' + behind)
+    cut_behind_rows(path)
+    assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n'
+    path.write_bytes(behind)
+    cut_behind_rows(path)
+    assert path.read_bytes() == b""

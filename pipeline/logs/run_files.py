@@ -16,7 +16,6 @@ has no end. Whoever shows the run reads it (:mod:`pipeline.runs`); a run goes on
 import errno
 import json
 import logging
-import mmap
 import os
 import platform
 import socket
@@ -38,7 +37,7 @@ from pipeline.cluster.environment import job_name
 from pipeline.cluster.world import World
 from pipeline.config import Config, config_to_yaml
 from pipeline.errors import UserError
-from pipeline.files import GrowingFile, being_written, remove_leftovers, replace_text, write_error
+from pipeline.files import GrowingFile, being_written, cut_behind_rows, remove_leftovers, replace_text, write_error
 from pipeline.logs import console
 from pipeline.models.timm.names import is_timm
 from pipeline.runs import CONFIG, ENVIRONMENT, EVENTS, METRICS, SAMPLES
@@ -143,7 +142,8 @@ def code_version(config: Config) -> dict[str, Any]:
 class RunEvents:
     """Appends to ``events.jsonl``; on ranks other than 0 it does nothing.
 
-    Every row is one ``write`` to a file that is opened for it, so any thread may add one, and a kill loses none.
+    Every row is one ``write`` to a file that is opened for it, and synced, so any thread may add one, and neither a kill nor a power
+    failure loses one.
     """
 
     def __init__(self, run_dir: Path, world: World) -> None:
@@ -152,6 +152,8 @@ class RunEvents:
     def start(self, step: int, **facts: Any) -> None:
         """Add a start; call it before the log is opened, which removes the rows of steps that are repeated."""
         if self._writes:
+            with suppress(OSError):  # what a full disk has cut is left to :meth:`add`
+                cut_behind_rows(self._run_dir / EVENTS)
             rows = last_rows(self._run_dir / METRICS)
             self.add("start", step, **facts, reached=rows[-1]["step"] if rows else None)
 
@@ -165,6 +167,7 @@ class RunEvents:
                 size = file.seek(0, os.SEEK_END)
                 torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"  # a row that a full disk has cut
                 file.write(("\n" * torn + row).encode())
+                os.fsync(file.fileno())  # rows are few, and a power failure would leave zeros
         except OSError as error:
             self._writes = False
             _log.warning(f"{self._run_dir / EVENTS} cannot be written ({error.strerror}): a report lacks this start's story")
@@ -184,11 +187,7 @@ class SampleLog:
         path = run_dir / SAMPLES / f"rank-{world.rank:05d}.jsonl"
         with being_written(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and path.stat().st_size:  # a kill may have left a part of a line, which would corrupt the next one
-                with open(path, "r+b") as file:
-                    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # the file may be gigabytes
-                        whole = content.rfind(b"\n") + 1
-                    file.truncate(whole)
+            cut_behind_rows(path)  # a part of a line would corrupt the next one
         self._file, self._start = GrowingFile(path), start
         self.close = self._file.close
         self._step: dict[str, list] = defaultdict(list)
