@@ -3,9 +3,9 @@
     python -m benchmarks.claims --source cifar10.zip --folder runs/claims [--epochs 3] [--seeds 2] [--jobs 2]
     python -m benchmarks.claims --source cifar10.zip --folder runs/claims_128 --set model.image_size=128 train.precision=bf16
 
-Every variant trains from scratch with every seed on images of 64 pixels, 4 x 4 tokens, for the same number of steps; runs on a tenth of the images
-see each of them ten times as often. The command may be stopped and started again: shards that are there are kept, a run goes on
-where it was, a finished one is not repeated. The table shows means over the seeds, the spread between them, and whether a
+Every variant trains from scratch with every seed on images of 64 pixels, 4 x 4 tokens, for the same number of steps; runs on a tenth
+of the images see each of them ten times as often. The command may be stopped and started again: shards that are there are kept, a run
+goes on where it was, a finished one is not repeated. The table shows means over the seeds, the spread between them, and whether a
 difference of the paper has the paper's sign here and is larger than the spread.
 """
 

@@ -175,7 +175,7 @@ def _allow_open_files(rank: int, size: int) -> None:
     """Raise the limit of open files as far as a job of this size may need."""
     needed = _FILES_PER_RANK * size + OTHER_FILES
     _, hard = open_file_limits()
-    if rank == 0 and hard < needed:  # it hosts the store
+    if rank == 0 and hard < needed:  # rank 0 hosts the store
         least = f"at least {needed} for the connections of {size} processes, got {hard}"
         remedy = "raise the limit on its node (LimitNOFILE of slurmd, /etc/security/limits.conf)"
         raise UserError(f"the limit of open files (ulimit -Hn) of rank 0 must be {least}", remedy)

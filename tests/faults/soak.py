@@ -115,6 +115,7 @@ def disturb(ordeal: Case, size: int, stage: str) -> str | None:
 
 
 def cut_power(job: Job, disk: Disk | None) -> str:
+    """Cut the power of the disk under a job, which ends with it; its name in the ledger."""
     assert disk
     disk.cut()
     job.kill()

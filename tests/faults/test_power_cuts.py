@@ -32,7 +32,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 def test_a_run_goes_on_after_power_cuts(digits_shards: Path, disk: Disk, tmp_path: Path) -> None:
     """Guards against a checkpoint that is named before its bytes are durable, and one whose rows, samples or config are not. The first
-    cut is behind a save, the others anywhere."""
+    cut comes as soon as a save has its name, the others anywhere."""
     config, run = write_small_config(digits_shards, tmp_path), disk.folder / "run"
     draw = random.Random(seed_from_environment())
     for moment in ("saved", "step", "save"):
