@@ -233,14 +233,14 @@ class GrowingFile:
 
 
 def cut_behind_rows(path: Path) -> None:
-    """Cut a file of rows behind the last whole one: a kill may have left a part of a row, a power failure zeros. Without the file nothing."""
+    """Cut a file of rows behind its last whole one before the first zero: a kill may have left a part of a row, and a power failure
+    pages of zeros, which only rows follow that were not synced. Without the file nothing."""
     if not path.exists() or not path.stat().st_size:
         return
     with open(path, "r+b") as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # the file may be gigabytes
-            end = content.rfind(b"\n") + 1
-            while end and b"\0" in content[(begin := content.rfind(b"\n", 0, end - 1) + 1) : end]:
-                end = begin
+            lost = content.find(b"\0")  # which JSON never has
+            end = content.rfind(b"\n", 0, lost if lost >= 0 else len(content)) + 1
         file.truncate(end)
 
 

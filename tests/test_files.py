@@ -147,7 +147,16 @@ def test_rows_of_a_file_that_is_gone_are_not_lost_without_a_word(fault: str, tmp
 
 
 @pytest.mark.parametrize(
-    "behind", [b"", b'{"a": 3', bytes(5000), b'{"a": 3' + bytes(100), bytes(5000) + b"\n", b'{"a"' + bytes(9) + b"\n\0\n"]
+    "behind",
+    [
+        b"",
+        b'{"a": 3',
+        bytes(5000),
+        b'{"a": 3' + bytes(100),
+        bytes(5000) + b"\n",
+        b'{"a"' + bytes(9) + b"\n\0\n",
+        b'{"a": 3' + bytes(4096) + b'": 9}\n{"a": 10}\n',
+    ],
 )
 def test_a_file_of_rows_is_cut_behind_the_last_whole_one(behind: bytes, tmp_path: Path) -> None:
     """Guards against a row that is joined to what a kill or a power failure has left before it, and against whole rows that are lost."""
