@@ -43,16 +43,7 @@ class Ordeal:
         """
         job, draw = self.start(world_size, *overrides), self.draw
         victims = [draw.randrange(world_size)] if draw.random() < 0.6 else list(range(world_size))
-        if moment == "start":  # a fast start is over before the time is: its first step ends the wait too
-            moment_of_kill, before = time.monotonic() + draw.uniform(0, 3), steps_taken(self.run)
-            job.until(lambda: time.monotonic() > moment_of_kill or steps_taken(self.run) > before)
-        else:
-            wait_for_steps(job, self.run, draw.randint(1, most_steps), victims[0])
-            if moment == "save":
-                job.until(lambda: is_saving(self.run))
-            time.sleep(draw.uniform(0, SAVE_SECONDS))
-        if not job.runs:
-            assert job.codes == [0] * world_size, job.outputs()
+        if not self.wait_for(job, moment, most_steps, victims[0]):
             return False
         job.kill(*victims)
         self.kills[moment, "all" if len(victims) == world_size else "one"] += 1
@@ -61,6 +52,22 @@ class Ordeal:
         others = {job.code(rank) for rank in range(world_size) if rank not in victims}
         assert moment == "start" or others <= {RANK_LOST, -9, 0}, job.outputs()
         return True
+
+    def wait_for(self, job: Job, moment: str, most_steps: int, rank: int = 0) -> bool:
+        """Until a random time of a kind: soon after the start, or after up to ``most_steps`` of ``rank``; False if the run was done before."""
+        if moment == "start":  # a fast start is over before the time is: its first step ends the wait too
+            end, before = time.monotonic() + self.draw.uniform(0, 3), steps_taken(self.run)
+            job.until(lambda: time.monotonic() > end or steps_taken(self.run) > before)
+        else:
+            wait_for_steps(job, self.run, self.draw.randint(1, most_steps), rank)
+            job.until(lambda: self.is_at(moment))
+            time.sleep(self.draw.uniform(0, SAVE_SECONDS))
+        assert job.runs or job.codes == [0] * job.world_size, job.outputs()
+        return bool(job.runs)
+
+    def is_at(self, moment: str) -> bool:
+        """Whether it is the moment to kill, where a step was taken."""
+        return moment != "save" or is_saving(self.run)
 
     def report(self) -> str:
         parts = ", ".join(f"{count} x {who} at a {moment}" for (moment, who), count in sorted(self.kills.items()))

@@ -30,23 +30,26 @@ from pathlib import Path
 import pytest
 
 from faults.history import Start
-from faults.killing import Ordeal, random_moment
+from faults.killing import Ordeal
 from faults.power import Disk
 from pipeline.checkpoint.folder import latest_step
 from pipeline.errors import PREEMPTED
+from pipeline.shards.shard_set import ShardSet
+from pipeline.stream.schedule import Schedule
 from support.launching import REPOSITORY
-from support.ranks import Job, is_saving, run_forked, wait_for_steps
+from support.ranks import Job, run_forked
 from support.runs import write_small_config
 from support.stores import BUCKET, aws_environment, s3_server
 
 STEPS, KILLS = 60, 10  # of a case
+EVERY_EPOCHS = 0.05  # an evaluation: four or five steps
 OPTIONS = (
     "log.samples=true",
     "log.every_steps=1",
     f"train.max_steps={STEPS}",
     "checkpoint.every_steps=4",
     "checkpoint.keep_last=3",
-    "eval.every_epochs=0.25",
+    f"eval.every_epochs={EVERY_EPOCHS}",
 )
 MODELS = {
     "pervit": ("model.switches={widths: [16, 16, 16, 16]}", "train.ema_decay=0.9"),
@@ -56,13 +59,15 @@ if find_spec("timm"):
     MODELS["timm"] = ("model.name=timm:test_vit",)
 OPTIMIZERS = ("adamw", "lamb", "muon", "torch.optim:NAdam")
 SIZES, STAGES = {16: (1, 2, 4), 12: (1, 3)}, (0, 1, 2, 3)  # world sizes by global batch
+MOMENTS = {"start": 0.15, "step": 0.3, "save": 0.35, "evaluation": 0.2}
 DISTURBANCES = {"kill": 0.55, "power cut": 0.15, "terminate": 0.15, "stop and kill": 0.15}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Case(Ordeal):
     """An ordeal of any model, on a disk of its own where that can be; ``store``: the port of an S3 server that the run is in."""
 
+    schedule: Schedule
     disk: Disk | None = None
     store: int | None = None
 
@@ -74,12 +79,28 @@ class Case(Ordeal):
         place = {**aws_environment(self.store), "PERVIT_RUNS": str(self.run.parents[1])}
         return Job(world_size, *words, f"output_dir=s3://{BUCKET}/{self.run.name}", module="support.bucket_train", **place)
 
+    def is_at(self, moment: str) -> bool:
+        return self.is_evaluating() if moment == "evaluation" else super().is_at(moment)
+
+    def is_evaluating(self) -> bool:
+        """Whether the last step that rank 0 began is one with an evaluation, which has not ended."""
+        begun, ended = (last_row(self.run / name) for name in ("samples/rank-00000.jsonl", "events.jsonl"))
+        due = begun is not None and self.schedule.passes(begun["step"], EVERY_EPOCHS)
+        return due and not (ended and ended["time"] > begun["time"] and ended["event"] in ("evaluation", "save"))
+
+
+def last_row(path: Path) -> dict | None:
+    """The last whole row of a log; None if there is none yet."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines[-2:] if line.endswith("\n")]
+    return json.loads(whole[-1]) if whole else None
+
 
 def disturb(ordeal: Case, size: int, stage: str) -> str | None:
     """Start the run and end it at a random moment; what was done, None if it was done before."""
     draw = ordeal.draw
     (kind,) = draw.choices(list(DISTURBANCES), list(DISTURBANCES.values()))
-    moment = random_moment(draw)
+    (moment,) = draw.choices(list(MOMENTS), list(MOMENTS.values()))
     if kind == "kill" or kind == "power cut" and not ordeal.disk:
         if not ordeal.start_and_kill(size, moment, stage, most_steps=4):
             return None
@@ -88,23 +109,19 @@ def disturb(ordeal: Case, size: int, stage: str) -> str | None:
             return "kill, and an empty disk"
         return f"kill at a {moment}"
     job = ordeal.start(size, stage)
-    if kind == "power cut" and moment == "start":
-        time.sleep(draw.uniform(0, 3))
-        return cut_power(job, ordeal.disk)
-    wait_for_steps(job, ordeal.run, draw.randint(1, 4))
-    if not job.runs:
-        assert job.codes == [0] * size, job.outputs()
+    if not ordeal.wait_for(job, moment if kind == "power cut" else "step", most_steps=4):
         return None
+    rank = draw.randrange(size)
     if kind == "power cut":
-        if moment == "save":
-            job.until(lambda: is_saving(ordeal.run))
-        time.sleep(draw.uniform(0, 0.1))
-        return cut_power(job, ordeal.disk)
-    if kind == "terminate":
-        job.signal(signal.SIGTERM, draw.randrange(size))
+        assert ordeal.disk
+        ordeal.disk.cut()
+        job.kill()
+        job.wait()
+        ordeal.disk.restart()
+    elif kind == "terminate":
+        job.signal(signal.SIGTERM, rank)
         assert set(job.wait()) <= {PREEMPTED, 0}, job.outputs()
     else:  # a rank that is suspended, goes on, and is killed
-        rank = draw.randrange(size)
         job.signal(signal.SIGSTOP, rank)
         time.sleep(draw.uniform(0.1, 2))
         job.signal(signal.SIGCONT, rank)
@@ -112,16 +129,6 @@ def disturb(ordeal: Case, size: int, stage: str) -> str | None:
         job.kill(rank)
         job.wait_after_kill()
     return kind
-
-
-def cut_power(job: Job, disk: Disk | None) -> str:
-    """Cut the power of the disk under a job, which ends with it; its name in the ledger."""
-    assert disk
-    disk.cut()
-    job.kill()
-    job.wait()
-    disk.restart()
-    return "power cut"
 
 
 def case(number: int, shards: Path, folder: Path, store: int | None) -> dict:
@@ -140,7 +147,8 @@ def case(number: int, shards: Path, folder: Path, store: int | None) -> dict:
         disk = None
         print(f"no power cuts: {error}", file=sys.stderr)
     run = folder / "disk" / BUCKET / f"run-{number}"
-    ordeal = Case(write_small_config(shards, folder), run, options, draw, disk=disk, store=store)
+    schedule = Schedule(len(ShardSet(shards, "train")), batch, epochs=10, max_steps=STEPS)
+    ordeal = Case(write_small_config(shards, folder), run, options, draw, schedule=schedule, disk=disk, store=store)
     try:
         return judged(ordeal, folder, stages, SIZES[batch]) | {
             "case": number,
