@@ -219,6 +219,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("build/soak"))
     parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        help="number of the first case: for several soaks at a time, each in a folder of its own",
+    )
     args = parser.parse_args()
     folder = args.folder.resolve()
     shards, ledger = folder / "shards", folder / "ledger.jsonl"
@@ -231,7 +237,7 @@ def main() -> int:
     rows = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
     with s3_server_where_installed() as store:
         while sum(sum(row["done"].values()) for row in rows) < args.kills:
-            rows.append(case(len(rows), shards, folder / "case", store))
+            rows.append(case(args.first + len(rows), shards, folder / "case", store))
             with open(ledger, "a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             print({key: value for key, value in rows[-1].items() if key != "audit"}, *rows[-1]["audit"], sep="\n  ", flush=True)
