@@ -114,7 +114,7 @@ class Finisher:
         flip = bool(request.geometry.flip[i])
         chosen = [augmentation for augmentation in request.of_pixels if augmentation.applies(request, i)]
         if not chosen and not (flip and interleaved):
-            return pixels[:, ::-1] if flip else pixels  # the view costs its reader little where it splits the channels anyway
+            return _mirrored(pixels) if flip else pixels
         picture = Image.fromarray(pixels)
         if flip:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)  # a third of the time that NumPy takes
@@ -132,6 +132,15 @@ class Finisher:
         return self.flip_and_augment(pixels, request, i, interleaved)
 
 
+def _mirrored(pixels: np.ndarray) -> np.ndarray:
+    """Mirror (h, w, 3) uint8 left to right: a view of a copy, or of ``pixels``, that takes as long to normalize as the original."""
+    if pixels.size % 8 or not pixels.flags.c_contiguous:
+        return pixels[:, ::-1]  # whose backward steps double the time of normalization
+    # All bytes in reverse, eight at a time, reverse rows, columns and channels; rows and channels are put back by the view.
+    backwards = pixels.reshape(-1).view(">u8")[::-1].astype("<u8").view(np.uint8)
+    return backwards.reshape(pixels.shape)[::-1, :, ::-1]
+
+
 def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int, bilinear: bool = False) -> np.ndarray:
     """Resize and crop the decoded window (h, w, 3) uint8 of image i of a batch: (S, S, 3) uint8."""
     height, width = geometry.resize[i].astype(int).tolist()
@@ -140,6 +149,8 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int,
     channels_last = window[None].permute(0, 3, 1, 2)
     resized = F.interpolate(channels_last, size=(height, width), mode="bilinear" if bilinear else "bicubic", antialias=True)
     pixels = resized[0].permute(1, 2, 0).numpy()  # (height, width, 3)
+    if height == width == image_size and not geometry.pad_mode:
+        return pixels
     pad = CROP_PAD if geometry.pad_mode else 0
     room = geometry.resize[i] + 2 * pad - image_size
     top, left = (np.rint(geometry.crop[i] * room).astype(int) - pad).tolist()
