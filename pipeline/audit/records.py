@@ -165,12 +165,14 @@ class Records:
         places = _places(logs)
         last = max([*self.manifests, *places])
         yield f"the samples and draws of {counted(last, 'step')} with the stream, each once; replaced: {replaced or 'none'}"
-        stream = TrainBatches.for_one_process(self.train_set, self.config, self.config.train.global_batch_size)
+        sized = stream = TrainBatches.for_one_process(self.train_set, self.config, self.config.train.global_batch_size)
         for step in range(1, last + 1):
             found: dict[tuple[int, int], tuple[int, str]] = {}
             for path, place in places.get(step, []):
                 found |= _logged(path, place)
-            due = replace(stream, image_size=stream.side(step - 1)).request(step - 1)
+            if (side := stream.side(step - 1)) != sized.image_size:
+                sized = replace(stream, image_size=side)
+            due = sized.request(step - 1)
             drawn = zip(due.epoch.tolist(), due.position.tolist(), due.index.tolist(), augmentation_digests(due))
             for epoch, position, sample, digest in drawn:
                 got, where = found.pop((epoch, position), None), f"step {step}, epoch {epoch}, position {position}"

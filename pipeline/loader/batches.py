@@ -8,8 +8,9 @@ size. The length of an epoch need not be a multiple of the batch size: a step ma
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import Lock
 from typing import ClassVar
 
 import numpy as np
@@ -21,6 +22,9 @@ from pipeline.config import AugmentConfig, Config, DataConfig
 from pipeline.stream.order import Blocks, Placing, block_sample_at, blocks_of_window, count_windows, epoch_length, sample_at
 from pipeline.stream.philox import Stream
 from pipeline.stream.samples import Samples, images_per_epoch
+
+_ORDERED = 2048  # images whose order is computed at a time
+_ordering = Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,7 @@ class TrainBatches(Batches):
     global_batch_size: int  # images per optimizer step over all ranks
     data: DataConfig  # order, crop and flip
     augment: AugmentConfig  # augmentation after the crop
+    _ordered: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts
 
     substitutes_count: ClassVar[bool] = True
 
@@ -116,8 +121,7 @@ class TrainBatches(Batches):
 
     def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
         """The i-th micro-batch of this rank, counted from the start of the run. Substitutes get the random numbers of the bad samples."""
-        places, valid = self._places(i)
-        index = self._sample_at(places.position, places.epoch)
+        (places, valid), index = self._places(i), self._order(i)
         if replacement:
             index = np.array([replacement.get(sample, sample) for sample in index.tolist()])
         samples = self.shards.samples[index]
@@ -185,6 +189,20 @@ class TrainBatches(Batches):
         """Step of the i-th micro-batch, and its slots in the step's global batch: (B,) int64."""
         step, part = divmod(i, self.batches_per_step)
         return step, (part * self.world_size + self.rank) * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
+
+    def _order(self, i: int) -> np.ndarray:
+        """The samples of batch i: (B,) int64."""
+        # Thousands at a time take as long as a few: nearly all of it is spent on calls of NumPy. Two parts, as threads read ahead.
+        at_once = max(1, _ORDERED // self.batch_size)
+        part, row = divmod(i, at_once)
+        with _ordering:
+            known, order = self._ordered.get(part % 2, (None, None))
+            if order is None or known != part:
+                places = [self._places(k)[0] for k in range(part * at_once, (part + 1) * at_once)]
+                position, epoch = (np.concatenate(values) for values in zip(*((at.position, at.epoch) for at in places)))
+                order = self._sample_at(position, epoch).reshape(at_once, -1)  # (batches, B)
+                self._ordered[part % 2] = part, order
+        return order[row]
 
     def _sample_at(self, position: np.ndarray, epoch: np.ndarray) -> np.ndarray:
         place = position // self.augment.repeats

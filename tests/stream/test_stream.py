@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,25 @@ def test_the_stream_is_what_it_was(name: str) -> None:
                 drawn.update(values.astype("<i8").tobytes())
             drawn.update(repr([augmentation_digests(request), batches.coming_blocks(i)]).encode())
     assert drawn.hexdigest()[:32] == expected
+
+
+def test_batches_do_not_depend_on_those_asked_for_before() -> None:
+    """Guards against samples of another batch: the order of many batches is computed at a time, while threads read ahead."""
+
+    def batches() -> TrainBatches:
+        images: Any = Images(None)
+        return TrainBatches(
+            shards=images,
+            seed=7,
+            image_size=64,
+            global_batch_size=500,
+            batch_size=500,
+            data=DataConfig(),
+            augment=AugmentConfig(),
+        )
+
+    numbers = [0, 9, 4, 3, 4, 400, 8, 0, *range(20), 7, 6]  # four batches at a time
+    shared = batches()
+    with ThreadPoolExecutor(4) as threads:
+        found = [request.index.tolist() for request in threads.map(shared.request, numbers)]
+    assert found == [batches().request(i).index.tolist() for i in numbers]
