@@ -76,8 +76,8 @@ def _others(run_dir: Path) -> list[str]:
         ".replaced-*": "makes room for a newer one of its step, or did when the run ended",
         "damaged-*": "was found damaged and replaced",
     }
-    found = ((path, what) for pattern, what in meanings.items() for path in sorted((run_dir / folders.FOLDER).glob(pattern)))
-    return [f"{path.name} {meaning}" for path, meaning in found]
+    folder = run_dir / folders.FOLDER
+    return [f"{path.name} {meaning}" for pattern, meaning in meanings.items() for path in sorted(folder.glob(pattern))]
 
 
 def details(folder: Path, manifest: CheckpointManifest) -> str:
@@ -86,8 +86,7 @@ def details(folder: Path, manifest: CheckpointManifest) -> str:
     model = state.config["model"]
     switches = ", ".join(f"{name}={value}" for name, value in {**model["switches"], **model.get("options", {})}.items())
     parameters = sum(math.prod(shape) for shape in manifest.shapes.values())
-    others = {key: value for key, value in data.items() if key not in ("samples", "fingerprint") and value is not None}
-    rest = "".join(f", {key} {value}" for key, value in others.items())
+    rest = [f", {key} {value}" for key, value in data.items() if key not in ("samples", "fingerprint") and value is not None]
     shape = f"{model['num_classes']} classes, {model['image_size']} pixels"
     lines = [
         ("checkpoint", str(folder)),
@@ -97,7 +96,7 @@ def details(folder: Path, manifest: CheckpointManifest) -> str:
         ("samples seen", f"{state.samples:,}"),
         ("processes", f"{state.world_size}, ZeRO {state.zero_stage}"),
         ("config", state.config_hash[:_HASH_DIGITS]),
-        ("data set", f"{data['samples']:,} samples, fingerprint {str(data['fingerprint'])[:_HASH_DIGITS]}{rest}"),
+        ("data set", f"{data['samples']:,} samples, fingerprint {data['fingerprint'][:_HASH_DIGITS]}{''.join(rest)}"),
         ("best", folders.best_text(state) or "not evaluated yet"),
         ("bad samples", str(len(state.bad_samples))),
         *[("", f"{number}: {sentence}") for number, sentence in list(state.bad_samples.items())[:_NAMED]],

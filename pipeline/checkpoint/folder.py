@@ -65,8 +65,7 @@ def parse_step(text: str) -> int | str:
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
-    """Resolve a command's path, ``RUN``, ``RUN/checkpoints`` or ``RUN/checkpoints/step-00000040``: the run folder, and the step if it
-    names one. It need not exist."""
+    """Run folder and step, if any, of a path, which need not exist: ``RUN``, ``RUN/checkpoints``, ``RUN/checkpoints/step-00000040``."""
     absolute = path.absolute()
     step = step_of(absolute.name)
     levels = 1 if step is None else 2  # between the path and the run folder
@@ -104,18 +103,12 @@ def is_path(source: str) -> bool:
 
 
 def check_source(source: Path, step: int | str | None = None, key: str = "", otherwise: str = "") -> None:
-    """Check, before PyTorch is loaded, that a trained model can be at a path: a run, one of its checkpoints, a file or timm's
-    folder. Raises UserError: there is nothing, or a folder that is none of these.
-
-    Args:
-        step: of a run, as for :func:`find_step`.
-        key: what names the path, for messages, with a space at its end.
-        otherwise: what else the remedy of a path that does not exist names.
-    """
-    run_dir, _ = locate(source)
+    """Check, before PyTorch is loaded, that a trained model can be at a path: a run with the checkpoint ``step`` (:func:`find_step`),
+    one of its checkpoints, a file or timm's folder. ``key`` names the path in messages and ends with a space, ``otherwise`` is a
+    further remedy for a path that does not exist. Raises UserError: there is nothing, or a folder that is none of these."""
     if source.is_file() or is_timm_folder(source):
         return
-    if not run_dir.exists():
+    if not locate(source)[0].exists():
         if str(source) in list_models():
             remedy = "pass a run's output_dir, one of its checkpoints, or an exported file"
             raise UserError(f"{key}{source} is the name of a model, not of a trained one: it has no weights", remedy)
@@ -201,10 +194,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove_old(run_dir: Path, newest: RunState) -> None:
-    """Remove the checkpoints up to the newest one that retention has no reason to keep.
-
-    Later steps are kept: they exist if the user went back to an earlier checkpoint.
-    """
+    """Remove the checkpoints up to the newest one that retention has no reason to keep; later ones exist if the user went back."""
     steps = [step for step in saved_steps(run_dir) if step <= newest.step]
     for step in sorted({*steps} - {*kept(steps, newest)}):
         remove(_rename(step_folder(run_dir, step), _REMOVING))

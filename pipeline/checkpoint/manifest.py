@@ -48,13 +48,9 @@ def _has(**kinds: Any) -> AfterValidator:
 # Strict: no conversions, neither of "1" to a number nor of 1 to a boolean.
 _Count = Annotated[int, Field(strict=True, ge=0, le=_LARGEST)]
 _Positive = Annotated[int, Field(strict=True, ge=1, le=_LARGEST)]
-_Stage = Annotated[int, Field(strict=True, ge=0, le=3)]
 _Flag = Annotated[bool, Field(strict=True)]
 _Text = Annotated[str, Field(strict=True)]
 _Percent = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False)]
-_PartName = Annotated[str, Field(strict=True, pattern=r"^part-[0-9]{5,10}\.safetensors$")]
-_Hex128 = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{32}$")]
-_Hex256 = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{64}$")]
 _SampleNumber = Annotated[str, Field(strict=True, pattern=r"^[0-9]{1,16}$")]
 _Shape = Annotated[list[_Count], Field(max_length=16), AfterValidator(_check_shape)]
 _Object = dict[str, Any]
@@ -81,11 +77,11 @@ class RunState:
     samples: _Count  # images seen
     skipped_steps: _Count
     config: _Config
-    config_hash: _Hex256  # of the keys that decide the weights
+    config_hash: Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]  # of the keys that decide the weights
     classes: list[_Text]
     data: _Data  # identity of the training set
     world_size: _Positive
-    zero_stage: _Stage
+    zero_stage: Annotated[int, Field(strict=True, ge=0, le=3)]
     last_step: _Count  # the end of the schedule
     bad_samples: dict[_SampleNumber, _Text] = field(default_factory=dict)  # index -> message
     best: _Best | None = None  # {"top1": 71.2, "step": 40, "weights": "ema"}
@@ -99,9 +95,10 @@ class FileRecord:
 
     __pydantic_config__ = _STRICT
 
-    name: _PartName  # a plain name, so that it cannot lead out of the folder
+    # A plain name, so that it cannot lead out of the folder.
+    name: Annotated[str, Field(strict=True, pattern=r"^part-[0-9]{5,10}\.safetensors$")]
     bytes: _Count
-    xxh3: _Hex128  # 128 bits, hexadecimal
+    xxh3: Annotated[str, Field(strict=True, pattern="^[0-9a-f]{32}$")]
 
 
 @dataclass(frozen=True)
@@ -212,11 +209,8 @@ def checksum(path: Path) -> FileRecord:
 
 
 def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) -> list[str]:
-    """Compare files with their records in the manifest; a sentence for each that differs.
-
-    Without ``contents``, only existence and size are compared, and no checksum. Raises OSError: a file cannot be read now,
-    which says nothing about its contents.
-    """
+    """Compare files with their records in the manifest, without ``contents`` only their sizes; a sentence for each that differs or is
+    missing. Raises OSError: a file cannot be read now, which says nothing about its contents."""
     sentences = []
     for written in files:
         path = folder / written.name

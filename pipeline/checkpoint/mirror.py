@@ -63,22 +63,19 @@ class Mirror:
         lock: of the place, on rank 0, which writes manifests and removes what is old; None elsewhere.
         leads: whether this rank copies the files of its folder that are no checkpoints.
         apart: whether the nodes have a folder each, so that no folder ever has a whole checkpoint but what was fetched.
-
-    Attributes:
-        sent: how many checkpoints this rank has copied its parts of, or had none to copy.
-        failure: why this run may not write to the store any more; None: it may.
     """
 
     def __init__(self, run_dir: Path, store: RunStore, lock: StoreLock | None, leads: bool, apart: bool) -> None:
         self._run_dir, self._store, self._lock, self._leads, self.apart = run_dir, store, lock, leads, apart
         self._waiting: list[_Save] = []  # by step, ascending
         self._current: _Save | None = None
-        self._turn = self.sent = 0  # of the current one, counted from 1; the same on all ranks
+        self._turn = 0  # of the current one, counted from 1; the same on all ranks
+        self.sent = 0  # checkpoints of which this rank has copied its part, or had none
         self._ordered = self._published = 0  # manifests; the second is counted by the thread
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._copied: dict[str, tuple[tuple[int, ...], float]] = {}  # file -> its stamp, and when it may be copied again
         self._closing, self._warned = threading.Event(), False
-        self.failure: UserError | None = None
+        self.failure: UserError | None = None  # why this run may not write to the store any more
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
 
     def start(self) -> None:
@@ -125,13 +122,8 @@ class Mirror:
     def finish(
         self, agreement: Agreement, stop: Callable[[], bool], waiting: Callable[[], None], seconds: float | None
     ) -> bool:
-        """Wait until every checkpoint is in the store; returns whether all is there. Collective.
-
-        Args:
-            stop: whether a signal asks this rank to end.
-            waiting: called repeatedly meanwhile.
-            seconds: how long at most; None: until it is done or a rank has to stop.
-        """
+        """Wait for so many seconds at most, None: until a rank has to ``stop``, until every checkpoint is in the store; returns whether it
+        is. ``waiting`` is called repeatedly meanwhile. Collective."""
         began = time.monotonic()
         while agreement.ask(self.busy):
             self.settle(agreement.exchange(sent=self.sent).sent)

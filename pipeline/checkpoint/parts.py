@@ -47,16 +47,13 @@ def slice_key(quantity: str, name: str, start: int) -> str:
 
 
 def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
-    """Write tensors, contiguous on the CPU, to a safetensors file and sync it; after an ``OSError`` there is no file.
-
-    The library's own writer holds the GIL while it copies, and computes no checksum.
-    """
+    """Write tensors, contiguous on the CPU, to a safetensors file and sync it; after an ``OSError`` there is no file."""
+    # The library's own writer holds the GIL while it copies, and computes no checksum.
     header, offset = {}, 0
     for key, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
+        begin, offset = offset, offset + tensor.nbytes
         dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
-        header[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
-        offset += size
+        header[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, offset]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     contents = (tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors.values())  # NumPy has no bfloat16
@@ -100,11 +97,9 @@ def find_not_finite(folder: Path, files: Iterable[FileRecord]) -> list[str]:
 
 
 class SliceReader:
-    """Reads slices from the intact files of a checkpoint, however it was sharded when it was saved.
-
-    ``entries`` are those of all files of the folder (:func:`read_headers`). A file is opened, and mapped into memory, when something is
-    read from it. Raises ValueError: a file has a tensor that does not belong in a checkpoint.
-    """
+    """Reads slices from the intact files of a checkpoint, however it was sharded. ``entries``: of all files of the folder
+    (:func:`read_headers`). A file is opened, and mapped into memory, when something is read from it. Raises ValueError: a file has a
+    tensor that does not belong in a checkpoint."""
 
     def __init__(self, folder: Path, entries: Iterable[Entry]) -> None:
         self._folder = folder
@@ -163,8 +158,7 @@ class SliceReader:
 
 
 def find_gaps(folder: Path, manifest: CheckpointManifest, entries: list[Entry] | None = None) -> list[str]:
-    """Find what is missing, duplicated or unknown in files whose checksums are right: a sentence for each quantity of a parameter or
-    buffer that is not covered exactly once.
+    """A sentence for each quantity of a parameter or buffer that files, whose checksums are right, do not cover exactly once.
 
     Every parameter needs its weight, and what the manifest says that the optimizer keeps for it. An average exists for all parameters
     or for none, and for all buffers of floating point or for none. Headers are read where ``entries`` are not given.

@@ -48,10 +48,7 @@ class RankSlice:
 
 
 def rank_slices(engine: Engine, ema: WeightAverage | None) -> Iterator[RankSlice]:
-    """All slices of weights, of the optimizer's state and of averaged weights on this rank.
-
-    The optimizer's state exists after its first step, or after :func:`~pipeline.optim.slices.create_state`.
-    """
+    """All slices on this rank. The optimizer's state exists after its first step, or after :func:`~pipeline.optim.slices.create_state`."""
     stage, state = engine.zero_optimization_stage(), inner_optimizer(engine).state
     for name, parameter in engine.module.named_parameters():
         start, values = 0, parameter.data.view(-1)

@@ -38,29 +38,20 @@ _LAST_ATTEMPT = 10.0  # seconds for a write in progress to end once another rank
 class _Saving:
     """A checkpoint in progress."""
 
-    folder: Path  # hidden until it is published
+    path: Path  # of this rank's file, in a folder that is hidden until it is published
     manifest: CheckpointManifest  # without files
     record: FileRecord | None = None  # of this rank's file
     done: bool = False  # that is on disk, or there is none
 
 
 class Saver:
-    """Saves the checkpoints of a run.
+    """Saves the checkpoints of a run, and hands each to the ``mirror`` of its store, if it has one.
 
-    Each rank copies its slices (:func:`~pipeline.checkpoint.rank_slices.rank_slices`) to host memory, and a thread writes them to a file in a
-    hidden folder. When the ranks agree that every file is on disk, rank 0 writes the manifest and renames the folder. A crash
-    in between leaves a hidden folder, which the next start removes. A failed write is retried for ``checkpoint.retry_seconds``; then all
-    ranks stop with the reason.
-
-    Args:
-        config: how long a write is retried; a checkpoint's own says what retention keeps.
-        agreement: by which the ranks exchange their status.
-        waiting: called repeatedly while the training waits for a save, to report that it does not hang.
-        mirror: which takes every save to the run's store.
-
-    Attributes:
-        started: saves started so far.
-        stall_seconds: how long the last save blocked the training, including the wait for the save before it.
+    Each rank copies its slices (:mod:`~pipeline.checkpoint.rank_slices`) to host memory, and a thread writes them to a file in a hidden
+    folder. When the ranks agree that every file is on disk, rank 0 writes the manifest and renames the folder. A crash in between
+    leaves a hidden folder, which the next start removes. A failed write is retried for ``config.retry_seconds``; then all ranks stop
+    with the reason. What retention keeps, a checkpoint's own config says. ``waiting`` is called repeatedly while the training waits
+    for a save, to report that it does not hang.
     """
 
     def __init__(
@@ -82,8 +73,8 @@ class Saver:
         self._publishing: threading.Thread | None = None
         self._error: str | None = None  # why this rank has given up writing
         self._given_up = threading.Event()  # another rank cannot write: retries are pointless
-        self.started = 0
-        self.stall_seconds = 0.0
+        self.started = 0  # saves so far
+        self.stall_seconds = 0.0  # for which the last save blocked the training, with the wait for the one before it
 
     @property
     def written(self) -> int:
@@ -104,7 +95,7 @@ class Saver:
         tensors = self._copies.take(saved_tensors(engine, ema, self._world))  # the thread no longer reads the previous copies
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
         manifest = CheckpointManifest(state, shapes, [], optimizer_state(engine))
-        self._saving = saving = _Saving(folder, manifest, done=not tensors)
+        self._saving = saving = _Saving(path, manifest, done=not tensors)
         self.started += 1
 
         def write() -> None:
@@ -126,14 +117,13 @@ class Saver:
             self._fail_on_all()
         if self._saving and agreed.written >= self.started:
             saving, self._saving = self._saving, None
-            path = saving.folder / f"part-{self._world.rank:05d}.safetensors"
-            opened = os.open(path, os.O_RDONLY) if self._mirror and saving.record else None  # before it is renamed
+            opened = os.open(saving.path, os.O_RDONLY) if self._mirror and saving.record else None  # before it is renamed
             records = self._world.gather(asdict(saving.record) if saving.record else None)
             manifest = replace(saving.manifest, files=[FileRecord(**fields) for fields in records if fields])
             if self._mirror:
-                self._mirror.add(manifest, saving.record, path, opened)
+                self._mirror.add(manifest, saving.record, saving.path, opened)
             if self._world.is_main and not (self._mirror and self._mirror.apart):
-                self._publish(saving.folder, manifest)
+                self._publish(saving.path.parent, manifest)
 
     def finish(self) -> None:
         """Wait until the last save is published. Collective."""
@@ -154,7 +144,7 @@ class Saver:
             self._thread.join(_LAST_ATTEMPT)
         reasons = [text for text in self._world.gather(reason) if text]
         if self._saving and self._world.is_main:  # frees the space
-            shutil.rmtree(self._saving.folder, ignore_errors=True)
+            shutil.rmtree(self._saving.path.parent, ignore_errors=True)
         self._saving = self._error = None
         newest = latest_step(self._run_dir)
         resumes = f"resumes from its checkpoint of step {newest}" if newest else "starts again: it has no checkpoint yet"
@@ -215,10 +205,7 @@ class Saver:
 
 
 class HostCopies:
-    """Host copies of tensors in one allocation that all snapshots reuse.
-
-    So only the first snapshot pays for the allocation, and a GPU copies asynchronously into pinned memory.
-    """
+    """Host copies of tensors in one allocation, which only the first snapshot pays for; a GPU copies asynchronously into pinned memory."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}

@@ -47,14 +47,10 @@ class InitialWeights(NamedTuple):
 
 
 def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
-    """Read and verify the weights of a checkpoint.
+    """Read and verify the weights of the checkpoint that :func:`find_checkpoint` finds.
 
     The default weights, for evaluation, export, fine-tuning and distillation alike, are the average if the run kept one, else
     the model's; for ``best``, those that scored best. Raises UserError: there is no such checkpoint, or it is damaged.
-
-    Args:
-        path: a run folder, or one of its checkpoints.
-        step: which checkpoint; ``best``: the best one; None: the newest.
     """
     run_dir, found = find_checkpoint(path, step)
     folder = step_folder(run_dir, found)
