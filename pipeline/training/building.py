@@ -61,13 +61,9 @@ class Settled:
 
 
 def settle(config: Config, before: RunState | None, shards: ShardSet | MixedSet, world: World) -> Settled:
-    """Settle a config, which :func:`check_alone` has accepted, for all ranks alike. Collective. Raises UserError: on every
-    rank: images cannot be decoded as asked, or no micro-batch fits.
-
-    Args:
-        before: the checkpoint that this start resumes from, which ``auto`` follows; None: a new run.
-        shards: the training set, of which a GPU that is to decode is given some images first.
-    """
+    """Settle a config, which :func:`check_alone` has accepted, for all ranks alike; ``auto`` follows ``before``, the checkpoint that
+    this start resumes from. A GPU that is to decode is given some images of ``shards`` first. Collective. Raises UserError: on every
+    rank: images cannot be decoded as asked, or no micro-batch fits."""
     recorded = before.config if before else {"train": {}, "data": {}}
     precision = choose_precision(config.train.precision, recorded["train"].get("precision"), world)
     decode = choose_decoding(config.data.decode, recorded["data"].get("decode"), world, config.train.deterministic)
@@ -108,13 +104,9 @@ def check_alone(config: Config, world: World) -> None:
 
 
 def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable: bool = False) -> str:
-    """Settle ``data.decode`` for training ("gpu", "cpu", or "auto": to be measured), on all ranks alike without communication.
-    Raises UserError: it cannot be done here.
-
-    Args:
-        begun_with: that of the run so far, which "auto" keeps; "auto" or None while it is not known.
-        repeatable: the run repeats its pixels whenever it is begun: "auto" then is the GPU, because a measurement may differ.
-    """
+    """Settle ``data.decode`` for training ("gpu", "cpu", or "auto": to be measured), on all ranks alike without communication. "auto"
+    keeps what the run was ``begun_with``, if that is known; else it is the GPU for a run that is to be ``repeatable``, pixel by pixel,
+    because a measurement may differ. Raises UserError: it cannot be done here."""
     decoding_device(asked, world.device)
     if asked != AUTO or world.device.type == "cpu":
         return asked
@@ -145,25 +137,19 @@ def choose_compilation(config: Config, world: World) -> str:
 
 
 def build_model(config: Config, world: World, classes: list[str], fresh: bool) -> VisionModel:
-    """The run's model with its first weights: from the seed, or ``train.init_from``. Raises UserError: ``train.init_from``
-    cannot be read or does not fit.
-
-    Args:
-        classes: of the training set, by index.
-        fresh: no checkpoint follows, whose weights would replace those of ``train.init_from``.
-    """
+    """The run's model with its first weights: from the seed, or if it is ``fresh``, so that no checkpoint replaces them, from
+    ``train.init_from``. ``classes``: of the training set, by index. Raises UserError: ``train.init_from`` cannot be read or
+    does not fit."""
     torch.manual_seed(config.seed)
     model = model_of(config)
     if config.train.freeze:
         learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         say_once(world, f"freeze: {learning:,} of {sum(p.numel() for p in model.parameters()):,} parameters learn")
-    if config.train.init_from and fresh:
-        source = f"train.init_from {config.train.init_from}"
-        place, of_timm = config.train.init_from, is_timm(config.train.init_from)
-        if of_timm:  # one rank downloads; the others find it in the cache, or are on another node
+    if (place := config.train.init_from) and fresh:
+        if of_timm := is_timm(place):  # one rank downloads; the others find it in the cache, or are on another node
             do_in_main(lambda: weights_folder(place), world)
         initial = do_on_all(lambda: read_initial_weights(weights_folder(place) if of_timm else Path(place)), world)
-        said = load_pretrained(model, initial.weights, source, initial.classes, classes)
+        said = load_pretrained(model, initial.weights, f"train.init_from {place}", initial.classes, classes)
         for sentence in (f"{initial.what} of {place}", *said):
             say_once(world, f"init_from: {sentence}")
     return model

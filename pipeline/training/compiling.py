@@ -11,8 +11,6 @@ analyses run the modules themselves, so that the figures of a run are those of `
            the forward pass of a micro-batch and its backward pass are two
 ========== ==================================================================================
 
-ZeRO-3 has hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled.
-
 A requeued run finds its compiled code in the user's own cache folder: not in the run folder, from which nothing is ever run. The ranks of
 a node share a folder: Inductor and Triton write a file under a name made of the process's number or at random, and rename it. Ranks of
 different nodes, whose numbers may be equal, never do. Ranks with GPUs of one number compile the same graphs: one does, then the others
@@ -67,15 +65,9 @@ _log = logging.getLogger(__name__)
 
 
 class Compilation:
-    """Compiles parts of the step at the first micro-batch of a start.
-
-    Args:
-        kind: "off", "blocks", "model" or "graphs"; as an attribute also "off" after compiling has failed, "model" after capturing has.
-        precision: "bf16" or "fp32".
-        folder: of the run, which names the one where compiled code is kept.
-        objective: gets the compiled loss.
-        captures: of "graphs", whether steps are to be captured as a whole.
-    """
+    """Compiles parts of the step at the first micro-batch of a start: the attribute ``kind`` becomes "off" if that fails, and "model" if
+    capturing does. ``folder``: of the run, which names the one where compiled code is kept. ``objective`` gets the compiled loss.
+    ``captures``: of "graphs", whether steps are to be captured as a whole."""
 
     def __init__(
         self, kind: str, precision: str, folder: Path, world: World, model: VisionModel, objective: Objective, captures: bool
@@ -91,15 +83,11 @@ class Compilation:
     def prepare(
         self, batch: Batch, noise: Tensor | None, accumulates: bool, progress: Callable[[], None] = lambda: None
     ) -> None:
-        """Compile, by a forward and backward pass whose results are dropped. Collective.
+        """Compile, by a forward and backward pass on the first micro-batch, whose results are dropped. Collective.
 
         If that fails on any rank, all go on without: compiled code hands the gradients over in another order, which DeepSpeed's
-        buckets need to be the same on all ranks. Nothing of a step was done by then.
-
-        Args:
-            batch: the first micro-batch of this start, which is then trained on as usual.
-            accumulates: a step has several micro-batches.
-            progress: called when the first ranks have compiled, for whom the others wait, and when all have.
+        buckets need to be the same on all ranks. Nothing of a step was done by then. ``accumulates``: a step has several micro-batches.
+        ``progress`` is called when the first ranks have compiled, for whom the others wait, and when all have.
         """
         self.pending, started = False, time.perf_counter()
         say_once(self._world, f"compiling (train.compile={self.kind}), which takes a minute or more")

@@ -40,10 +40,8 @@ from pipeline.training.start import PreparedRun, Start
 
 
 def dry_run(config: Config, world: World) -> int:
-    """Check everything that a start checks, build everything that it builds, and take a step. Collective.
-
-    Returns the exit code: 0 if a real start would train, or has nothing left to train.
-    """
+    """Check everything that a start checks, build everything that it builds, and take a step. Collective. Returns the exit code: 0 if
+    a real start would train, or has nothing left to train."""
     start = Start(config, world, look_only=True)
     check_alone(config, world)
     with Heartbeat(world, config.distributed) as heartbeat, refusals_explained():

@@ -3,9 +3,8 @@
 A difference is refused with an error that names it. ``checkpoint.accept`` lists keys, or sections, that may change on purpose;
 ``data`` in it means another data set.
 
-``RUN/.lock`` has a POSIX lock (:func:`pipeline.files.lock_bytes`), so a crash leaves no lock behind and a child process
-inherits none. Its contents name the holder, for people. The holder opens it only once: closing any descriptor would release
-the lock.
+``RUN/.lock`` has a POSIX lock (:func:`pipeline.files.lock_bytes`), so a crash leaves no lock behind, a child process inherits none,
+and the holder opens it only once. Its contents name the holder, for people.
 """
 
 import errno
@@ -122,9 +121,8 @@ def open_mirror(config: Config, world: World, lock: RunLock | None) -> Mirror | 
     """
     if not isinstance(place := parse_place(config.output_dir), RemotePath):
         return None
-    folder, store, taken = config.folder, RunStore(place), None
-    if lock:
-        taken = StoreLock(place, LOCK, json.loads(lock.holder.record()), lock.identity())
+    folder, store = config.folder, RunStore(place)
+    taken = StoreLock(place, LOCK, json.loads(lock.holder.record()), lock.identity()) if lock else None
 
     def take() -> None:
         assert taken

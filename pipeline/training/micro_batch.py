@@ -126,11 +126,8 @@ def try_step(config: Config, world: World, capacity: int) -> str | None:
 
     The step is computed without DeepSpeed, whose engine cannot be taken down again once an allocation within it has failed. What the
     engine and the loader hold beside it is there as plain memory of that size. Not compiled, where a step takes the more
-    memory. Returns why it does not fit, in half a sentence; None: it does.
-
-    Args:
-        config: with ``train.micro_batch_size`` and ``train.precision`` settled.
-        capacity: bytes that this process may take besides what it has, on a CPU, where nothing else says so before the system kills it.
+    memory. ``capacity``: bytes that this process may take besides what it has, on a CPU, where nothing else says so before the
+    system kills it. Returns why it does not fit, in half a sentence; None: it does.
     """
     on_cpu = world.device.type == "cpu"
     _forget_peak()

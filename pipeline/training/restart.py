@@ -38,13 +38,9 @@ class Restart:
 
 
 def allow_restart(run_dir: Path, job: str, number: int, exit_code: int) -> Restart:
-    """Record the next restart of a job. Raises UserError: no progress over the last :data:`LIMIT` restarts, or a file that
-    cannot be read; OSError: the restart cannot be recorded, so it could not be counted.
-
-    Args:
-        run_dir: the run folder; created if the training did not get that far.
-        job: restarts of other jobs do not count: whoever submits again may have fixed the cause.
-    """
+    """Record the next restart of a job in the run folder, which is made if the training has not. Those of other jobs do not count: whoever
+    submits again may have fixed the cause. Raises UserError: no progress over the last :data:`LIMIT` restarts, or a file that
+    cannot be read; OSError: the restart cannot be recorded, so it could not be counted."""
     path, step = run_dir / RESTARTS, latest_step(run_dir)
     restarts = read_restarts(path)
     last = [restart for restart in restarts if restart.job == job][-LIMIT:]

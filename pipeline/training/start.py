@@ -166,8 +166,6 @@ def _open(
     skipped = before.skipped_steps if before else 0
     kind = settled.compile
     obstacle = what_hinders(train_state) if kind == GRAPHS else "nothing is captured"
-    if config.data.size_schedule:
-        obstacle = obstacle or "the size of the images changes"
     if obstacle is None:
         train_state.engine.decide_on_the_device(config.train.max_skipped_steps - skipped)  # type: ignore[attr-defined]
     elif kind == GRAPHS and config.train.compile == AUTO:

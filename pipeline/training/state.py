@@ -71,9 +71,7 @@ class Run:
 
     def exchange_status(self) -> bool:
         """Exchange status with all ranks, once per step or evaluation batch; publish a checkpoint that all have written. Collective.
-
-        Returns whether all stop: some rank has received a signal, or has a :attr:`failure`.
-        """
+        Returns whether all stop: some rank has received a signal, or has a :attr:`failure`."""
         stop = self.stop.received != 0 or self.failure is not None
         agreed = self.agreement.exchange(stop, self.saver.failed, self.saver.written, self.mirror.sent if self.mirror else 0)
         self.saver.settle(agreed)
