@@ -51,11 +51,8 @@ def _labels(batch: Batch, classes: list[str]) -> list[str]:
 
 @torch.no_grad()
 def peripheral_maps(model: VisionModel, image_size: int) -> Tensor | None:
-    """Φp of every layer and head for the query at the centre, as in Fig. 4 of the PerViT paper.
-
-    Call in eval mode. Collective under ZeRO-3, which gathers the parameters. ``image_size``: side of the square input in
-    pixels. Returns (layers, heads, rows, columns) in [0, 1], on the CPU; None for a model without Φp.
-    """
+    """Φp of every layer and head for the query at the centre, as in Fig. 4 of the PerViT paper, (layers, heads, rows, columns) in
+    [0, 1], on the CPU; None for a model without Φp. Call in eval mode. Collective under ZeRO-3, which gathers the parameters."""
     if not model.has_phi:
         return None
     rows, columns = grid = patch_grid(image_size, image_size)

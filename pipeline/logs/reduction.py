@@ -30,10 +30,7 @@ _FAILURES = {
 
 
 class MetricReduction:
-    """Reduces what each rank has recorded, with one all-gather for all metrics of all steps since the last time.
-
-    Construction is collective.
-    """
+    """Reduces what each rank has recorded, with one all-gather for all steps since the last time. Construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -41,13 +38,8 @@ class MetricReduction:
         self._columns: dict[str, Reduction] = {}  # of all metrics that any rank has recorded, in the same order on all ranks
 
     def rows(self, steps: Sequence[Mapping[str, Metric]], seconds: float, waited: float) -> list[dict[str, Any]]:
-        """Reduce the metrics of some steps. Collective. Returns for each step its metrics by name, but those of no rank.
-
-        Args:
-            steps: the metrics of each, by name.
-            seconds: that these steps took on this rank.
-            waited: seconds of these in which this rank waited for others (:mod:`pipeline.cluster.waits`).
-        """
+        """Reduce the metrics of some steps, by name, which took this rank some seconds, ``waited`` of them for others
+        (:mod:`pipeline.cluster.waits`). Collective. Returns for each step its metrics by name, but those of no rank."""
         # Learn the names that any rank has recorded for the first time.
         new = [[name, metric.reduce] for step in steps for name, metric in step.items() if name not in self._columns]
         if self._world.sum(torch.tensor(float(len(new)), device=self._world.device)):  # rare: gathering objects is slow

@@ -51,13 +51,9 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 
 def write_run_files(config: Config, world: World, first_step: int, precision: str, micro_batch: str | None = None) -> int:
-    """Write ``config.yaml`` and append this start to ``environment.json``. Collective. Returns which start of the run this is, counted
-    from 1. Raises UserError: on every rank: a file cannot be written, or ``environment.json`` is damaged.
-
-    Args:
-        first_step: of this start, counted from 1.
-        micro_batch: why the micro-batch has its size, where ``auto`` was asked for.
-    """
+    """Write ``config.yaml`` and append this start, with its ``first_step``, counted from 1, to ``environment.json``. ``micro_batch``: why
+    it has its size, where ``auto`` was asked for. Collective. Returns which start of the run this is, counted from 1. Raises
+    UserError: on every rank: a file cannot be written, or ``environment.json`` is damaged."""
     start = {
         **_environment(config, world),
         "precision": precision,
@@ -140,11 +136,8 @@ def code_version(config: Config) -> dict[str, Any]:
 
 
 class RunEvents:
-    """Appends to ``events.jsonl``; on ranks other than 0 it does nothing.
-
-    Every row is one ``write`` to a file that is opened for it, and synced, so any thread may add one, and neither a kill nor a power
-    failure loses one.
-    """
+    """Appends to ``events.jsonl``; on ranks other than 0 it does nothing. Every row is one ``write`` to a file that is opened for it, and
+    synced, so any thread may add one, and neither a kill nor a power failure loses one."""
 
     def __init__(self, run_dir: Path, world: World) -> None:
         self._run_dir, self._writes = run_dir, world.is_main
@@ -212,10 +205,7 @@ class SampleLog:
 
 
 def augmentation_digests(request: BatchRequest) -> list[str]:
-    """XXH3-64 of all random draws for an image, as 16 hexadecimal digits.
-
-    These are the crop and flip, the filters if they are chosen, and what each augmentation drew, of mixing the partner's sample too. For
-    equal samples, equal digests mean equal pixels.
-    """
+    """XXH3-64 of all random draws for an image, as 16 hexadecimal digits: crop and flip, the filters if they are chosen, and what each
+    augmentation drew, of mixing the partner's sample too. For equal samples, equal digests mean equal pixels."""
     drawn = [np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8) for values in request.digested()]
     return [xxh3_64_hexdigest(row.tobytes()) for row in np.concatenate(drawn, axis=1)]  # (bytes,) each

@@ -36,14 +36,10 @@ _MUCH_WAITING = 0.05  # of the time: the console then names the rank that waits 
 
 
 class RunLog:
-    """Collects the metrics of steps and writes them every few steps; only rank 0 writes files. Raises UserError: on every rank:
-    rank 0 cannot write the files.
-
-    Args:
-        start_step: the step that this start resumes from; later rows, of a start that was killed, are removed.
-        flops_per_image: of a training step, for the model FLOPs utilization (MFU); None: not known, so there is none.
-        bad_samples: sample -> message, those of earlier starts. As an attribute: all so far, the same on every rank.
-    """
+    """Collects the metrics of steps and writes them every few steps; only rank 0 writes files. Rows after ``start_step``, of a start
+    that was killed, are removed. ``flops_per_image``: of a training step, for the model FLOPs utilization (MFU); None: there is
+    none. ``bad_samples``: sample -> message, of earlier starts; as an attribute all so far, the same on every rank. Raises
+    UserError: on every rank: rank 0 cannot write the files."""
 
     def __init__(
         self,
@@ -90,13 +86,9 @@ class RunLog:
             self._events.text("config", f"```yaml\n{config_to_yaml(self._config)}```", step=0)
 
     def step(self, step: int, metrics: Mapping[str, Metric], bad_samples: Mapping[int, str] | None = None) -> None:
-        """Record a step; every ``log.every_steps`` steps write what was recorded. Collective. After the first step of a start, and
-        10 s without a line, rank 0 shows its own figures, which no other rank takes part in.
-
-        Args:
-            metrics: what :func:`pipeline.metrics.recording` has collected of it.
-            bad_samples: new on this rank: sample -> message.
-        """
+        """Record a step with what :func:`pipeline.metrics.recording` has collected of it, and the ``bad_samples`` that are new on this
+        rank; every ``log.every_steps`` steps write what was recorded. Collective. After the first step of a start, and 10 s without
+        a line, rank 0 shows its own figures, which no other rank takes part in."""
         met = bad_samples or {}
         self._pending.append((self._where(step), {**metrics, "bad_samples": Metric("sum", [len(met)])}))
         self._met.update(met)

@@ -31,12 +31,8 @@ NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count"
 
 
 class EventFile:
-    """One event file; records stay in memory until :meth:`flush`. Raises UserError: folder or file cannot be created.
-
-    Args:
-        folder: created if it does not exist; each start of a run adds a file.
-        purge_step: TensorBoard discards earlier files' records from this step on.
-    """
+    """An event file, of which each start adds one to a ``folder``; records stay in memory until :meth:`flush`. TensorBoard discards
+    earlier files' records from ``purge_step`` on. Raises UserError: folder or file cannot be created."""
 
     def __init__(self, folder: Path, purge_step: int) -> None:
         # Imported here: it takes a second, and only rank 0 needs it.
@@ -67,11 +63,9 @@ class EventFile:
         self._add(step, summary=self._summary.text(name, markdown))
 
     def hyperparameters(self, values: Mapping[str, float | str], step: int) -> None:
-        """Add a row of TensorBoard's table of runs (HParams), whose further columns are the curves' latest values.
-
-        A description of the experiment, which TensorBoard would take from any of the runs, is left out: so it lists the columns of
-        all, those first in which runs differ.
-        """
+        """Add a row of TensorBoard's table of runs (HParams), whose further columns are the curves' latest values."""
+        # Without a description of the experiment, which TensorBoard would take from any of the runs, it lists the columns of all, those
+        # first in which runs differ.
         _, started, _ = self._summary.hparams(dict(values), {})
         self._add(step, summary=started)
 
