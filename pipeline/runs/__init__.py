@@ -10,5 +10,3 @@ EVENTS = "events.jsonl"  # starts, evaluations, saves, ends
 RESTARTS = "restarts.json"  # restarts of its job, by job scripts and sweeps
 TENSORBOARD = "tensorboard"  # a folder: the metrics as scalars, and images
 SAMPLES = "samples"  # a folder: every sample that each rank trained on
-
-__all__ = ["CHECKPOINTS", "CONFIG", "ENVIRONMENT", "EVENTS", "LOCK", "METRICS", "RESTARTS", "SAMPLES", "TENSORBOARD"]

@@ -114,13 +114,11 @@ class RunFiles:
         self.events, damaged = self._file(EVENTS, _rows) or ([], 0)
         self.problems += [lines_left_out(damaged, EVENTS)] if damaged else []
         self.restarts = self._file(RESTARTS, _entries) or []
-        self.holder = None
+        self.holder, self.saving = None, False
         with suppress(OSError), open(open_regular(self.path / LOCK), "rb") as file:
             self.holder = read_holder(file.fileno())
-        try:
+        with suppress(OSError):
             self.saving = any(name.startswith(SAVING) for name in os.listdir(self.path / CHECKPOINTS))
-        except OSError:
-            self.saving = False
 
     @property
     def stamps(self) -> tuple[Stamp, ...]:

@@ -118,7 +118,7 @@ def read_metrics(path: Path) -> MetricRows:
     """Read ``metrics.jsonl`` of any length; 500,000 steps take seconds and some 100 MB. An OSError if it cannot be read."""
     import numpy as np
 
-    found, columns, count = MetricRows(), dict[str, "array[float]"](), 0
+    found, columns, count = MetricRows(), defaultdict[str, "array[float]"](lambda: array("d")), 0
     time, lost = 0.0, defaultdict[str, float](float)
     with open(path, "rb") as file:
         for line in file:
@@ -128,9 +128,7 @@ def read_metrics(path: Path) -> MetricRows:
                 found.damaged += not found.half_a_line
             elif (kind := kind_of(row)) == "step":
                 for name, value in row.items():
-                    column = columns.get(name)
-                    if column is None:
-                        column = columns[name] = array("d")
+                    column = columns[name]
                     if len(column) < count:  # rows before, which do not have it
                         column.extend([math.nan] * (count - len(column)))
                     # The first test alone is for speed: most values are such.
