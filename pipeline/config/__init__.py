@@ -1,8 +1,5 @@
-"""Read a typed configuration from a YAML file and ``dotted.key=value`` overrides.
-
-A file may name another one as ``base: other.yaml`` (relative to itself), or a shipped config, and then states only the differences. An unknown key,
-a wrong type or a value out of range raises ``UserError``.
-"""
+"""Read a typed configuration from a YAML file, or what it changes of its ``base: other.yaml`` (relative to itself, or a shipped config),
+and ``dotted.key=value`` overrides. An unknown key, a wrong type or a value out of range raises ``UserError``."""
 
 from pipeline.config.loading import (
     Recipe,

@@ -41,13 +41,9 @@ def shipped_recipe(name: str) -> Path | PaperRow | None:
 
 
 def find_recipe(name: str | Path, folder: Path = Path()) -> Path | PaperRow:
-    """The file of a config, or the row of a paper's table that is one.
-
-    Args:
-        name: a path, or a config's name with or without ``.yaml``: ``pervit_t``, ``ablations/pervit_table5_lrn``. Searched in
-            this order: the path itself, ``configs/`` in the current folder, the shipped configs.
-        folder: the folder that a path is relative to.
-    """
+    """The file of a config, or the row of a paper's table that is one. ``name``: a path, relative to ``folder``, or a config's name with
+    or without ``.yaml``: ``pervit_t``, ``ablations/pervit_table5_lrn``. Searched in this order: the path itself, ``configs/`` in the
+    current folder, the shipped configs."""
     path, wanted = folder / name, f"{name}".removesuffix(".yaml")
     try:
         if path.is_file():
@@ -67,16 +63,12 @@ def _meant(wanted: str) -> str:
 
 
 def load_config(path: str | Path | PaperRow, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file with its bases, apply ``dotted.key=value`` overrides, validate.
+    """Read a config, by what :func:`find_recipe` takes or gives, with its bases, apply ``dotted.key=value`` overrides, validate.
 
-    The value of an override is parsed as YAML, except for string keys, which take it literally, so that
+    Later overrides win. Their values are parsed as YAML, except for string keys, which take it literally, so that
     ``output_dir=runs/exp #2`` and ``data.path=123`` work unquoted. Two exceptions: a quoted value, ``'...'`` or ``"..."``, is
     parsed as YAML, and ``null`` means null for keys that allow it, such as ``train.init_from``. Raises UserError: missing file,
     invalid YAML, unknown key, wrong type or value out of range.
-
-    Args:
-        path: a file, the name of a shipped config, or what :func:`find_recipe` gives for it.
-        overrides: later ones win.
     """
     return load_config_as(Config, path, overrides)
 
@@ -253,13 +245,8 @@ def override_parser(
 
 
 def refuse_keys_as_options(words: Sequence[str], options: Collection[str]) -> None:
-    """See that no word is a config key in the form of an option, such as ``--lr 1e-3``. Raises UserError: one is, or looks like
-    one; it says the override.
-
-    Args:
-        words: of the command line.
-        options: that the command has, of which argparse takes beginnings too.
-    """
+    """See that no word of a command line is a config key in the form of an option, such as ``--lr 1e-3``. ``options``: those that the
+    command has, of which argparse takes beginnings too. Raises UserError: one is, or looks like one; it says the override."""
     for word, after in zip(words, [*words[1:], ""]):
         found = _OPTION.fullmatch(word)
         if word == "--":

@@ -143,12 +143,8 @@ def header(name: str) -> str:
     if found is None:
         return ""
     table, row = found
-    baseline = table.row_of(table.reference) or table.row_of(row.base)
-    beside = (
-        f" ({baseline.config} {baseline.figures['top1']})"
-        if baseline and baseline != row and "top1" in baseline.figures
-        else ""
-    )
+    baseline = table.row_of(table.reference) or table.row_of(row.base) or row
+    beside = f" ({baseline.config} {baseline.figures['top1']})" if baseline != row and "top1" in baseline.figures else ""
     figures = [f"{row.figures[key]} {unit}{beside * (key == 'top1')}" for key, unit in _UNITS.items() if key in row.figures]
     label = ", ".join(f"{column} {text}".strip() for column, text in zip(table.columns, row.labels))
     lines = [
