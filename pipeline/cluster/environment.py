@@ -39,10 +39,8 @@ class Place:
 
 
 def read_place() -> Place:
-    """Read this process's place in its job, and set the variables that PyTorch and DeepSpeed read, even for one process.
-
-    A ``UserError`` names a variable that several processes need and that is missing or malformed.
-    """
+    """Read this process's place in its job, and set the variables that PyTorch and DeepSpeed read, even for one process. Raises
+    UserError: one that several processes need is missing or malformed."""
     rank, size = read_rank()
     if "RANK" not in os.environ:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=os.environ.get("SLURM_LOCALID", "0"))
@@ -60,10 +58,8 @@ def read_place() -> Place:
 
 
 def read_rank() -> tuple[int, int]:
-    """Read rank and number of ranks: RANK and WORLD_SIZE, else a Slurm step (``srun``), else a single process. Sets nothing.
-
-    A ``UserError`` names the one of them that is missing or malformed.
-    """
+    """Read rank and number of ranks: RANK and WORLD_SIZE, else a Slurm step (``srun``), else a single process. Sets nothing. Raises
+    UserError: one of them is missing or malformed."""
     names = ("RANK", "WORLD_SIZE")
     if "RANK" not in os.environ and os.environ.keys() >= _OF_STEP:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
@@ -90,9 +86,8 @@ def share_of_node(size: int) -> tuple[int, int]:
 
 def open_file_limits() -> tuple[int, int]:
     """The soft limit of open files, 1,024 on most systems, and the hard one; ``sys.maxsize`` where there is none."""
-    soft, hard = (
-        sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
     return soft, hard
 
 

@@ -45,11 +45,8 @@ class Heartbeat:
     """Sends this rank's heartbeats and watches the others'. With a world size of one it does nothing.
 
     A context manager around a whole run: leaving the block is a normal end; an error in it is reported to the other ranks;
-    after a failed collective, this rank waits to learn which one was lost.
-
-    Args:
-        world: all ranks; each creates its Heartbeat right after ``init_world``, and calls :meth:`at` at the same places.
-        run_folder: gets a record of the last collectives of each rank that ends after a fault.
+    after a failed collective, this rank waits to learn which one was lost. Each rank creates its own right after ``init_world``, and
+    calls :meth:`at` at the same places. ``run_folder`` gets a record of the last collectives of each rank that ends after a fault.
     """
 
     def __init__(self, world: World, config: DistributedConfig, run_folder: Path | None = None) -> None:
@@ -92,10 +89,8 @@ class Heartbeat:
         os._exit(RANK_LOST)
 
     def leave(self, error: str | None = None, exit_code: int = RANK_LOST) -> None:
-        """Announce that this rank exits. Rank 0 waits until all others have left, since it hosts the store.
-
-        After an error, its message and an exit code are for the others; ``USER_ERROR`` if a restart cannot help.
-        """
+        """Announce that this rank exits, after an error with its message and an exit code for the others: ``USER_ERROR`` if a restart
+        cannot help. Rank 0 waits until all others have left, since it hosts the store."""
         if self._size == 1:
             return
         message = printable(error or "", _LONGEST_MESSAGE)

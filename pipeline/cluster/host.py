@@ -46,12 +46,8 @@ def bind_near_gpu(index: int, visible: int, local_size: int, proc: Path = _PROC,
     """Restrict this process, and the threads that it will start, to its share of the cores beside its GPU; returns its CPUs.
 
     Nothing changes where one rank has the node to itself, where Slurm has bound the ranks already, each rank sees its own GPU
-    alone, or the kernel does not say where the GPUs are.
-
-    Args:
-        index: of this rank's GPU among the visible ones.
-        local_size: ranks on this node; they have the GPUs 0 to ``local_size - 1``.
-        proc, sys: where the NVIDIA driver and Linux describe the hardware.
+    alone, or the kernel does not say where the GPUs are. The ``local_size`` ranks of this node have the first of the ``visible`` GPUs,
+    this one has GPU ``index``. ``proc``, ``sys``: where the NVIDIA driver and Linux describe the hardware.
     """
     allowed = os.sched_getaffinity(0)
     per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")

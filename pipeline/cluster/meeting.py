@@ -34,11 +34,7 @@ _log = logging.getLogger(__name__)
 
 def meet(rank: int, size: int, timeout: timedelta, on_one_machine: bool) -> tuple[dist.TCPStore, bytes]:
     """The job's store, at MASTER_ADDR:MASTER_PORT from now on, and the job's secret, which rank 0 draws if no launcher has. Collective.
-
-    Raises:
-        UserError: a secret is malformed, or only some ranks have it.
-        NotConnected: a rank could not be reached within ``timeout``.
-    """
+    Raises UserError: a secret is malformed, or only some ranks have it; NotConnected: a rank could not be reached within ``timeout``."""
     secret, seconds, agent = os.environ.get(SECRET), timeout.total_seconds(), None
     job = f"{os.geteuid()} {os.environ['MASTER_PORT']} {os.environ.get('TORCHELASTIC_RUN_ID')}"
     name = f"\0pervit-{hashlib.sha256(job.encode()).hexdigest()[:32]}"

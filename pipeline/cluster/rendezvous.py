@@ -44,14 +44,10 @@ _log = logging.getLogger(__name__)
 def init_world(timeout: float = DEFAULT_TIMEOUT, run_folder: Path | None = None) -> World:
     """Find rank and world size, choose the device, initialize torch.distributed and DeepSpeed. Collective.
 
-    Args:
-        timeout: seconds that a collective may wait for a rank. A run passes ``distributed.collective_timeout``, so that the
-            heartbeat names a rank that hangs before PyTorch ends those that wait for it.
-        run_folder: of a run with a heartbeat, which then ends it after a fault instead of NCCL's watchdog.
-
-    Raises:
-        UserError: several processes, but a variable they need is missing or malformed.
-        NotConnected: the ranks did not find each other.
+    ``timeout``: seconds that a collective may wait for a rank. A run passes ``distributed.collective_timeout``, so that the heartbeat
+    names a rank that hangs before PyTorch ends those that wait for it. ``run_folder``: of a run with a heartbeat, which then ends it
+    after a fault instead of NCCL's watchdog. Raises UserError: several processes, but a variable they need is missing or malformed;
+    NotConnected: the ranks did not find each other.
     """
     place = read_place()
     cpu_threads = place.cpu_threads
@@ -111,22 +107,15 @@ def quiet_deepspeed() -> Iterator[None]:
 
 
 def disconnect() -> None:
-    """Destroy the process group and end its threads.
-
-    A thread of gloo's that lets go of a tensor while the interpreter shuts down aborts the process: exit code 134 after all work is
-    done, for which a job would count as failed.
-    """
+    """Destroy the process group and end its threads: one of gloo's that lets go of a tensor while the interpreter shuts down aborts the
+    process, and with exit code 134, after all work is done, a job would count as failed."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def connect(world: World, timeout: timedelta) -> None:
-    """Create the default process group; every rank proves that it knows the job's secret. Collective.
-
-    Raises:
-        UserError: a rank does not know the secret.
-        NotConnected: a rank could not be reached within ``timeout``, which every later collective has, too.
-    """
+    """Create the default process group, whose collectives all have this timeout. Collective. Raises UserError: a rank does not know the
+    job's secret, which each has to prove; NotConnected: a rank could not be reached in that time."""
     backend, rank, size = "nccl" if world.device.type == "cuda" else "gloo", world.rank, world.size
     on_one_machine = size == 1 or is_loopback(os.environ["MASTER_ADDR"])
     if on_one_machine:
