@@ -45,14 +45,13 @@ def main() -> int:
     add("--bounds", action="store_true", help="accept differences within the bounds, as of another kind of CPU")
     add("--data", metavar="DIR", help="shards (default: the run's data.path)")
     add("--work", type=Path, metavar="DIR", help="where to train, in a folder that is removed (default: beside the run)")
-    add("--output", type=Path, metavar="FILE", help="the page (default: audit.html)")
+    add("--output", type=Path, default=Path("audit.html"), metavar="FILE", help="the page (default: audit.html)")
     add("--json", type=Path, metavar="FILE", help="also write what was compared and what differs")
     args = parser.parse_args()
     for name, least in {"windows": 0, "longest": 1, "processes": 1}.items():
         if (number := getattr(args, name)) is not None and number < least:
             raise UserError(f"--{name} must be at least {least}, got {number}", "correct it")
-    output = args.output or Path("audit.html")
-    check_writable(output)
+    check_writable(args.output)
     check_writable(args.json)
     with Stage("loading the libraries"), interrupted_later():
         from pipeline.audit.records import Records
@@ -89,8 +88,8 @@ def main() -> int:
     verdict = f"{counted(len(differs), 'part')} of the run differ: {', '.join(differs)}" if differs else "everything agrees"
     parts = {"findings": list(map(asdict, findings)), "replays": list(map(asdict, replays))}
     write_json(args.json, {"run": str(args.run), "agrees": not differs, **parts})
-    replace_text(output, _page(str(args.run), str(state), verdict, findings, replays))
-    print(f"{run}, {state}: {paint(verdict, 'red' if differs else 'green', sys.stdout)}; the page: {output}")
+    replace_text(args.output, _page(str(args.run), str(state), verdict, findings, replays))
+    print(f"{run}, {state}: {paint(verdict, 'red' if differs else 'green', sys.stdout)}; the page: {args.output}")
     return 1 if differs else 0
 
 
