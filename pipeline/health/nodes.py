@@ -137,12 +137,10 @@ def judge(nodes: Mapping[str, dict[str, Any]]) -> Verdict:
     """Compare the nodes with each other: with the median of all for figures, with what most have for versions and counts. What is
     wrong on every node that answers, such as data that is not there, is no node's fault."""
     wrong: dict[str, list[str]] = {name: list(node["faults"]) for name, node in nodes.items()}
-    facts = {name: {**node["versions"], "CPUs": str(node["CPUs"])} for name, node in nodes.items() if "CPUs" in node}
-    for name, found in facts.items():
-        found["ranks"] = str(nodes[name]["ranks"])
-    usual = {}
-    for what in sorted(set().union(*facts.values())):
-        usual[what] = Counter(found.get(what, "none") for found in facts.values()).most_common(1)[0][0]
+    heard = {name: node for name, node in nodes.items() if "CPUs" in node}
+    facts = {name: {**node["versions"], "CPUs": str(node["CPUs"]), "ranks": str(node["ranks"])} for name, node in heard.items()}
+    known = sorted(set().union(*facts.values()))
+    usual = {what: Counter(found.get(what, "none") for found in facts.values()).most_common(1)[0][0] for what in known}
     medians = _reduced(nodes.values(), np.median)
     images = [set(node["damaged"]) for node in nodes.values() if "damaged" in node]
     of_data = set.intersection(*images) if images else set()
