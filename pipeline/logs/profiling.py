@@ -112,8 +112,7 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_ALLOCATIONS)
         self._recording = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._recording.start()
-        if self._world.is_main:
-            console.say(f"profiling the steps {step} to {min(self._last, self._end)}, which take longer")
+        console.say_once(self._world, f"profiling the steps {step} to {min(self._last, self._end)}, which take longer")
 
     def _forget_allocations(self) -> None:
         if self._world.device.type == "cuda":

@@ -175,8 +175,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Log a line of progress on rank 0."""
-        if self._world.is_main:
-            console.say(text)
+        console.say_once(self._world, text)
 
     def warn(self, text: str) -> None:
         """Log a warning on rank 0."""
