@@ -75,13 +75,9 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
 
 
 def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialWeights:
-    """Read the initial weights of a fine-tuning run. Raises UserError: it cannot be read, or holds no state dict.
-
-    Args:
-        source: a run folder, one of its checkpoints, a folder in timm's layout, or a file with a state dict: from ``export``,
-            another safetensors file, or from ``torch.save``, at the top level or under ``model`` or ``state_dict``.
-        key: of the config, for messages.
-    """
+    """Read the initial weights of a fine-tuning run: from a run folder, one of its checkpoints, a folder in timm's layout, or a file with
+    a state dict: from ``export``, another safetensors file, or from ``torch.save``, at the top level or under ``model`` or
+    ``state_dict``. ``key``: of the config, for messages. Raises UserError: it cannot be read, or holds no state dict."""
     description = classes = None
     if is_timm_folder(source):
         weights, description = read_folder_weights(source, what=f"{key} {source}")
