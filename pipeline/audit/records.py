@@ -89,9 +89,8 @@ class Records:
             if found.manifest is None:
                 yield found.problem or f"{found.folder} cannot be read"
                 continue
-            state, folder = found.manifest.state, found.folder
-            damage = find_damage(folder, found.manifest.files) or find_gaps(folder, found.manifest)
-            damage = damage or find_not_finite(folder, found.manifest.files)
+            state, files, folder = found.manifest.state, found.manifest.files, found.folder
+            damage = find_damage(folder, files) or find_gaps(folder, found.manifest) or find_not_finite(folder, files)
             self.damaged |= {found.step} if damage else set()
             yield from damage
             for name, due in self._due(state).items():

@@ -65,7 +65,8 @@ def parse_step(text: str) -> int | str:
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
-    """Run folder and step, if any, of a path, which need not exist: ``RUN``, ``RUN/checkpoints``, ``RUN/checkpoints/step-00000040``."""
+    """Resolve a path, which need not exist, to a run folder and a step, if it names one: ``RUN/checkpoints/step-00000040`` does,
+    ``RUN/checkpoints`` and ``RUN`` do not."""
     absolute = path.absolute()
     step = step_of(absolute.name)
     levels = 1 if step is None else 2  # between the path and the run folder
@@ -194,7 +195,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove_old(run_dir: Path, newest: RunState) -> None:
-    """Remove the checkpoints up to the newest one that retention has no reason to keep; later ones exist if the user went back."""
+    """Remove the checkpoints up to the newest one that retention has no reason to keep. Later ones, if the user went back, stay."""
     steps = [step for step in saved_steps(run_dir) if step <= newest.step]
     for step in sorted({*steps} - {*kept(steps, newest)}):
         remove(_rename(step_folder(run_dir, step), _REMOVING))

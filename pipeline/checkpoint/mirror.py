@@ -122,8 +122,8 @@ class Mirror:
     def finish(
         self, agreement: Agreement, stop: Callable[[], bool], waiting: Callable[[], None], seconds: float | None
     ) -> bool:
-        """Wait for so many seconds at most, None: until a rank has to ``stop``, until every checkpoint is in the store; returns whether it
-        is. ``waiting`` is called repeatedly meanwhile. Collective."""
+        """Wait until every checkpoint is in the store, at most so many seconds, None: until a rank has to ``stop``; returns whether all
+        is there. ``waiting`` is called repeatedly meanwhile. Collective."""
         began = time.monotonic()
         while agreement.ask(self.busy):
             self.settle(agreement.exchange(sent=self.sent).sent)

@@ -48,7 +48,8 @@ class RankSlice:
 
 
 def rank_slices(engine: Engine, ema: WeightAverage | None) -> Iterator[RankSlice]:
-    """All slices on this rank. The optimizer's state exists after its first step, or after :func:`~pipeline.optim.slices.create_state`."""
+    """All slices of weights, of averaged weights and of the optimizer's state on this rank; the latter exists after its first step, or
+    after :func:`~pipeline.optim.slices.create_state`."""
     stage, state = engine.zero_optimization_stage(), inner_optimizer(engine).state
     for name, parameter in engine.module.named_parameters():
         start, values = 0, parameter.data.view(-1)

@@ -1,5 +1,5 @@
-"""Read a typed configuration from a YAML file, or what it changes of its ``base: other.yaml`` (relative to itself, or a shipped config),
-and ``dotted.key=value`` overrides. An unknown key, a wrong type or a value out of range raises ``UserError``."""
+"""Read a typed configuration from a YAML file, which may state only what differs from its ``base: other.yaml`` (relative to itself, or a
+shipped config), and ``dotted.key=value`` overrides. An unknown key, a wrong type or a value out of range raises ``UserError``."""
 
 from pipeline.config.loading import (
     Recipe,

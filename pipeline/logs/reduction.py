@@ -38,7 +38,7 @@ class MetricReduction:
         self._columns: dict[str, Reduction] = {}  # of all metrics that any rank has recorded, in the same order on all ranks
 
     def rows(self, steps: Sequence[Mapping[str, Metric]], seconds: float, waited: float) -> list[dict[str, Any]]:
-        """Reduce the metrics of some steps, by name, which took this rank some seconds, ``waited`` of them for others
+        """Reduce the metrics, by name, of steps that took this rank some seconds, in ``waited`` of which it waited for others
         (:mod:`pipeline.cluster.waits`). Collective. Returns for each step its metrics by name, but those of no rank."""
         # Learn the names that any rank has recorded for the first time.
         new = [[name, metric.reduce] for step in steps for name, metric in step.items() if name not in self._columns]

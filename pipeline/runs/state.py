@@ -73,7 +73,7 @@ def is_complete(step: int, evaluation_due: bool, last_step: int) -> bool:
 
 
 def state_of(files: RunFiles, now: float | None = None) -> State:
-    """How a run stands by its files, as they were looked at last, and the end of ``metrics.jsonl``. ``now``: Unix time in seconds."""
+    """How a run stands ``now`` (Unix time; None: by the clock), by its files, as they were looked at last, and the end of its metrics."""
     now = time.time() if now is None else now
     rows, saved = last_rows(files.path / METRICS), files.newest_intact
     steps = [row["step"] for row in rows[-1:]] + [found.step for found in files.checkpoints]
