@@ -162,12 +162,7 @@ class RunFiles:
         return content
 
     def _checkpoints(self) -> list[Checkpoint]:
-        try:
-            steps = saved_steps(self.path)
-        except OSError as error:
-            self.problems.append(f"{CHECKPOINTS}/ cannot be read ({error.strerror}).")
-            return []
-        folders = {step: step_folder(self.path, step) for step in steps}
+        folders = {step: step_folder(self.path, step) for step in saved_steps(self.path)}
         found = [self._unless_changed(at / MANIFEST, partial(_checkpoint, step, at)) for step, at in folders.items()]
         found = [checkpoint for checkpoint in found if checkpoint.folder.exists()]  # others were removed meanwhile
         self.problems += [checkpoint.problem for checkpoint in found if checkpoint.problem]
