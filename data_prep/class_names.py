@@ -123,11 +123,6 @@ def put_class_names(output: Output, names: Mapping[str, str]) -> None:
         output.update(lock, write)
 
 
-def class_list(folder: Path, classes: list[str]) -> list[str]:
-    """The classes of the shard set in a folder, or these if there is none yet."""
-    return ShardManifest.read(folder).classes if (folder / MANIFEST).exists() else classes
-
-
 def _text(path: Path) -> str:
     try:
         with open(open_regular(path), "rb") as file:

@@ -86,8 +86,7 @@ def already_written(job: ShardJob) -> SplitInfo | None:
     Raises:
         UserError: the split in the folder is another one, or its files are damaged.
     """
-    folder, place = job.output.folder, job.output.place
-    manifest = ShardManifest.read(folder) if (folder / MANIFEST).exists() else None
+    place, manifest = job.output.place, job.output.manifest()
     if manifest is None or job.split not in manifest.splits:
         return None
     found = manifest.splits[job.split]
@@ -175,9 +174,8 @@ def refuse_untaught_classes(where: str | Path, train: set[str], val: set[str]) -
 
 
 def _compare_with_other_split(source: Source, output: Output, split: str) -> None:
-    folder = output.folder
-    manifest = ShardManifest.read(folder) if (folder / MANIFEST).exists() else ShardManifest([])
-    present = {source.class_names[label] for label in set(source.labels.tolist())}
+    manifest = output.manifest() or ShardManifest([])
+    present = source.classes_with_images()
     for name, info in manifest.splits.items():
         if name != split:
             written = classes_with_images(manifest.classes, info.samples_per_class)
@@ -187,9 +185,9 @@ def _compare_with_other_split(source: Source, output: Output, split: str) -> Non
 
 def _class_list(source: Source, output: Output) -> list[str]:
     """The classes in index order: those of the manifest if there is one, so that both splits have the same indices."""
-    if not (output.folder / MANIFEST).exists():
+    if (manifest := output.manifest()) is None:
         return source.class_names
-    classes = ShardManifest.read(output.folder).classes
+    classes = manifest.classes
     foreign = sorted(set(source.class_names) - set(classes))
     if foreign:
         raise UserError(

@@ -20,6 +20,7 @@ from data_prep.sources import Source
 from pipeline.errors import UserError
 from pipeline.files import check_space, lock_bytes
 from pipeline.shards.image_checks import ImageRules
+from pipeline.shards.manifest import MANIFEST, ShardManifest
 from pipeline.stores.place import Place
 
 LOCK_FILE = ".lock"
@@ -122,6 +123,10 @@ class Output:
             with suppress(FileNotFoundError):  # a temporary file of another process
                 found[entry.name] = entry.stat().st_size
         return found
+
+    def manifest(self) -> ShardManifest | None:
+        """The manifest, as of the last :meth:`update`; None while there is none."""
+        return ShardManifest.read(self.folder) if (self.folder / MANIFEST).exists() else None
 
     def publish(self, name: str, sha256: str = "") -> None:
         """Make a finished file of the folder part of the set, instead of one that has its name.

@@ -134,15 +134,15 @@ def _open_output(args: argparse.Namespace) -> Output:
 
 
 def _write(args: argparse.Namespace, output: Output, rules: ImageRules, share: Share) -> None:
-    from data_prep.class_names import class_list, put_class_names
+    from data_prep.class_names import put_class_names
     from data_prep.set_checks import classes_with_images, of_classes, same_images
     from data_prep.sources.staged import drop_copies
     from data_prep.writer import write_shards
-    from pipeline.shards.manifest import REJECTED
+    from pipeline.shards.manifest import REJECTED, ShardManifest
 
     sources = _open_sources(args, output)  # both, so that an error in either is found before hours of work
     for split, source in sources.items():
-        classes = of_classes({source.class_names[label] for label in set(source.labels.tolist())}, source.class_names)
+        classes = of_classes(source.classes_with_images(), source.class_names)
         print(f"{source.path}: {counted(len(source), 'image')} of {classes} for the {split} split")
     for sentence in dict.fromkeys(sentence for source in sources.values() for sentence in source.left_out()):
         print(f"{args.source}: {sentence}")
@@ -159,7 +159,7 @@ def _write(args: argparse.Namespace, output: Output, rules: ImageRules, share: S
             continue
         if names and (args.class_names or split not in before):
             put_class_names(output, names)
-        listed = class_list(output.folder, [])
+        listed = ShardManifest.read(output.folder).classes
         classes = of_classes(classes_with_images(listed, info.samples_per_class), listed)
         about = (
             f"{counted(info.samples, 'image')} of {classes} in {counted(len(info.shards), 'shard')}, {info.bytes / 1e6:.1f} MB"
@@ -179,10 +179,10 @@ def _write(args: argparse.Namespace, output: Output, rules: ImageRules, share: S
 
 def _class_names(args: argparse.Namespace, output: Output, sources: dict[str, Source]) -> dict[str, str]:
     """Class -> name, of --class-names or the devkit; empty if there are none."""
-    from data_prep.class_names import by_class, class_list, read_class_names
+    from data_prep.class_names import by_class, read_class_names
 
-    source = next(iter(sources.values()))
-    classes = class_list(output.folder, source.class_names)
+    source, manifest = next(iter(sources.values())), output.manifest()
+    classes = manifest.classes if manifest else source.class_names
     if args.class_names:
         names = read_class_names(args.class_names, classes)
     elif all(key in source.class_words for key in classes):
@@ -195,9 +195,8 @@ def _class_names(args: argparse.Namespace, output: Output, sources: dict[str, So
 
 def _splits_in(output: Output) -> dict[str, SplitInfo]:
     """The splits listed in the manifest, if there is one."""
-    from pipeline.shards.manifest import MANIFEST, ShardManifest
-
-    return ShardManifest.read(output.folder).splits if (output.folder / MANIFEST).exists() else {}
+    manifest = output.manifest()
+    return manifest.splits if manifest else {}
 
 
 def _kept(args: argparse.Namespace, source: Source) -> Source:
@@ -237,7 +236,7 @@ def _open_sources(args: argparse.Namespace, output: Output) -> dict[str, Source]
     if args.subset != 1 and "train" not in sources:
         raise UserError(f"--subset requires a train split, got only {list(sources)}, which stays complete", "drop --subset")
     if len(sources) > 1:
-        train, val = ({sources[name].class_names[n] for n in set(sources[name].labels.tolist())} for name in SPLITS)
+        train, val = (sources[name].classes_with_images() for name in SPLITS)
         refuse_untaught_classes(args.source, train, val)
         if missing := unseen_classes(train, val):
             print(f"warning: {args.source}: {missing}")

@@ -196,7 +196,7 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
         reencoded=sum(len(shard.reencoded) for shard in shards),
         formats=dict(sorted(sum((Counter(shard.formats) for shard in shards), Counter()).items())),
     )
-    manifest = ShardManifest.read(folder) if (folder / MANIFEST).exists() else ShardManifest(job.classes)
+    manifest = output.manifest() or ShardManifest(job.classes)
     if manifest.classes != job.classes:
         raise UserError(
             f"{output.place / MANIFEST} was written in the meantime with {len(manifest.classes)} classes that are not this split's "

@@ -88,6 +88,10 @@ class Source(ABC):
     def __len__(self) -> int:
         return len(self._names)
 
+    def classes_with_images(self) -> set[str]:
+        """The names of the classes that have an image."""
+        return {self.class_names[label] for label in set(self.labels.tolist())}
+
     def read(self, sample: int) -> SourceImage:
         """Read one image.
 
