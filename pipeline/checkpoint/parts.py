@@ -158,7 +158,7 @@ class SliceReader:
 
 
 def find_gaps(folder: Path, manifest: CheckpointManifest, entries: list[Entry] | None = None) -> list[str]:
-    """Find what files, whose checksums are right, do not cover exactly once: a sentence for each quantity of a parameter or buffer.
+    """Find what files with right checksums do not cover exactly once: a sentence for each quantity of a parameter or buffer.
 
     Every parameter needs its weight, and what the manifest says that the optimizer keeps for it. An average exists for all parameters
     or for none, and for all buffers of floating point or for none. Headers are read where ``entries`` are not given.

@@ -31,7 +31,7 @@ NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count"
 
 
 class EventFile:
-    """An event file, of which each start adds one to a ``folder``; records stay in memory until :meth:`flush`. TensorBoard discards
+    """One event file in ``folder``, a new one for each start; records stay in memory until :meth:`flush`. TensorBoard discards
     earlier files' records from ``purge_step`` on. Raises UserError: folder or file cannot be created."""
 
     def __init__(self, folder: Path, purge_step: int) -> None:
