@@ -9,7 +9,7 @@ as in the model. With iRPE, Φc = exp(Q Kᵀ), Φp = exp(R) of its scores R, whi
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,33 +30,27 @@ _DIGITS = 6  # significant, of maps in analysis.json
 
 
 class GridChapter(Chapter):
-    """Base of the chapters on attention over one grid of patches.
-
-    Attributes:
-        grid: (rows, columns) of patches.
-        query: (row, column) of the patch whose maps are shown; query_index: its number, row by row.
-    """
+    """Base of the chapters on attention over one grid of patches."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.grid = rows, columns = patch_grid(request.image_size, request.image_size)
-        self.query = request.query or (rows // 2, columns // 2)
-        self.query_index = self.query[0] * columns + self.query[1]
+        self.query = request.query or (rows // 2, columns // 2)  # of the patch whose maps are shown
+        self.query_index = self.query[0] * columns + self.query[1]  # its number, row by row
+        self.per_unit = patches_per_unit(rows)
 
     @property
     def omega_unit(self) -> str:
         """The unit of Ω, for captions."""
-        per_unit = patches_per_unit(self.grid[0])
-        return f"in coordinates that go from -1 to 1 over a side, as the paper's (1 is {per_unit:g} patches: the axis on the right)"
+        return f"in coordinates that go from -1 to 1 over a side, as the paper's (1 is {self.per_unit:g} patches: the axis on the right)"
 
     def measure_omega(self, findings: Findings, omega: dict[str, Tensor]) -> None:
         """Record Ω, (layers, heads) by the attention's name, in the unit of PerViT's figures, and in patches beside it."""
-        per_unit = patches_per_unit(self.grid[0])
         unit = "[layer][head], coordinates of [-1, 1]; times patches_per_unit: nonlocality_in_patches"
-        findings.measure("patches_per_unit", per_unit, "patches in the unit of nonlocality, (rows - 1) / 2")
+        findings.measure("patches_per_unit", self.per_unit, "patches in the unit of nonlocality, (rows - 1) / 2")
         for name, values in omega.items():
             findings.measure(f"nonlocality.{name}", values, unit)
-            findings.measure(f"nonlocality_in_patches.{name}", values * per_unit, "[layer][head], patches")
+            findings.measure(f"nonlocality_in_patches.{name}", values * self.per_unit, "[layer][head], patches")
 
     def measure_impact(self, findings: Findings, seen: PhiMeasures) -> dict[str, Tensor]:
         """Record Ψ of Φp and Φc, (layers, heads) by the attention's name; returns it."""
@@ -142,7 +136,7 @@ class DeiTChapter(GridChapter):
             f"Ω of each head: attention before its rows are normalized, exp(Q Kᵀ) with each row's maximum at 1{times}, times the distance "
             f"between query and key, mean over all pairs of patches and {self.count:,} images, {self.omega_unit}. Unlike the mean "
             "attention distance it grows with the number of keys that a head attends to.",
-            lambda: patches_beside(layer_plot(omega, "$\\Omega_a$"), patches_per_unit(self.grid[0])),
+            lambda: patches_beside(layer_plot(omega, "$\\Omega_a$"), self.per_unit),
         )
 
     @figure("impact", "Impact of content and position", "PerViT, Eq. 12, Appendix D and Fig. S4, middle and right", "images")
@@ -181,7 +175,8 @@ class DeiTChapter(GridChapter):
     @figure("class_attention", "What the class token attends to", "DeiT's counterpart of PerViT, Fig. S12 to S14", "examples")
     def _class_attention(self, findings: Findings) -> Plot:
         unit = "[example][head][row][column], attention of the last layer's class token to each patch"
-        maps = [of_class for _, of_class in self._shown]
+        layers = [self.attention_on(example)[-1] for example in self.request.examples]  # (heads, N + 1, N + 1) each
+        maps = [last[:, 0, 1:].unflatten(-1, self.grid) for last in layers]  # (heads, rows, columns) each
         pixels, labels = zip(*((example.pixels, example.label) for example in self.request.examples))
         findings.measure("class_attention", maps, unit, _DIGITS)
         return Plot(
@@ -192,20 +187,10 @@ class DeiTChapter(GridChapter):
 
     @figure("attention_maps", "Attention on an image", "ConViT, Fig. 16 and 17", "examples")
     def _attention_maps(self, findings: Findings) -> list[Plot]:
-        maps = [of_query for of_query, _ in self._shown]
+        maps = [self.maps_on(example) for example in self.request.examples]
         findings.measure("attention_maps", maps, f"[example]{_MAPS}; examples in the order of examples", _DIGITS)
         caption = "Attention of the marked patch to all patches. Columns are layers, rows heads; the colours are logarithmic."
         return self.plots_on_examples(caption, maps, _draw_maps)
-
-    @cached_property
-    def _shown(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each example, the query's maps (layers, heads, rows, columns), and the last class token's (heads, rows, columns)."""
-        shown = []
-        for example in self.request.examples:
-            layers = self.attention_on(example)  # (heads, N + 1, N + 1) each
-            of_query = torch.stack([self.query_row(layer) for layer in layers])
-            shown.append((of_query, layers[-1][:, 0, 1:].unflatten(-1, self.grid)))
-        return shown
 
 
 def _draw_maps(maps: Tensor, query: tuple[int, int], picture: Tensor | None = None) -> Figure:

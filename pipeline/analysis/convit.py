@@ -52,8 +52,7 @@ class ConViTChapter(GridChapter):
         return None
 
     def measure(self, findings: Findings) -> None:
-        unit = "[layer][head], share of position in [0, 1]; null: a layer without gates"
-        findings.measure("gate", self._gates, unit)
+        findings.measure("gate", self._gates, "[layer][head], share of position in [0, 1]; null: a layer without gates")
 
     @figure("gates", "How much heads attend by position", "ConViT, Fig. 6 and 14")
     def _draw_gates(self, findings: Findings) -> Plot:
@@ -117,20 +116,19 @@ class ConViTChapter(GridChapter):
         heads = positional_layers(self.model)[0].heads
         maps = {f"α = {strength:g}": initial_positions(heads, self.grid, strength) for strength in LOCALITY_STRENGTHS}
         shown = {label: of_row[:, self.query_index].unflatten(-1, self.grid) for label, of_row in maps.items()}
+        layout: dict[str, Any] = {"columns": numbers(heads), "xlabel": "Head", "limits": (0.0, 1.0)}
         if self.request.examples:
+            layout["picture"] = self.request.examples[0].pixels
             shown = {"content": self._untrained_content(self.request.examples[0]), **shown}
         kept = {label.replace("α = ", "alpha_"): of_row for label, of_row in shown.items()}
         unit = self._unit("", "locality strength, or untrained content -> [head]")
         findings.measure("initial_positions", kept, unit, _DIGITS)
         shares = [of_row / of_row.max() for of_row in shown.values()]
-        layout: dict[str, Any] = {"rows": list(shown), "columns": numbers(heads), "xlabel": "Head", "limits": (0.0, 1.0)}
-        if self.request.examples:
-            layout["picture"] = self.request.examples[0].pixels
         return Plot(
             "Positional attention of the marked patch before training (Eq. 5): each head looks at one offset of the kernel, the more "
             "sharply the larger the locality strength α. Each row has a scale of its own, from 0 to its largest value."
             + (" Above, an untrained self-attention layer, which sees the image's content." if "content" in shown else ""),
-            partial(map_figure, shares, "attention / largest of the row", self.query, **layout),
+            partial(map_figure, shares, "attention / largest of the row", self.query, rows=list(shown), **layout),
             more_with_images="content" not in shown,
         )
 

@@ -78,11 +78,8 @@ class FirstImages:
         self._count += valid.sum()
 
     def measures(self) -> dict[str, Any]:
-        """What was found, as in ``analysis.json``; a key is missing where the model has no such value. Collective.
-
-        ``mean_attention_distance``, [layer][head] in patches; ``nonlocality``: ``phi_p``, in coordinates of [-1, 1]; ``gate``, with
-        None for a layer without.
-        """
+        """What was found, as in ``analysis.json``; a key is missing where the model has no such value. ``mean_attention_distance``:
+        [layer][head] in patches; ``nonlocality``: ``phi_p``, in coordinates of [-1, 1]; ``gate``: None for a layer without. Collective."""
         add_over_ranks(self._count, self._world, self._collectors)
         found: dict[str, Any] = {"mean_attention_distance": plain(self._distance.mean("distance"), _DIGITS)}
         if gate := self._gate.value():

@@ -156,11 +156,10 @@ class GatedMLPChapter(Chapter):
         maps = [of_layer.unflatten(-1, (layer.window, layer.window)) for layer, of_layer in zip(shown, rows)]
         numbers = [[i + 1 for i in chosen] for chosen in groups]
         queries = [layer.query(self.request.query) for layer in shown]
-        unit = "[shown layer][shown group][row][column of the key]"
         findings.measure("token_mixing_maps.layers", [layer.number for layer in shown], "[shown layer], from 1")
         findings.measure("token_mixing_maps.groups", numbers, "[shown layer][shown group], from 1")
         findings.measure("token_mixing_maps.queries", queries, "[shown layer][row, column of the query in the window]")
-        findings.measure("token_mixing_maps.weights", maps, unit, _DIGITS)
+        findings.measure("token_mixing_maps.weights", maps, "[shown layer][shown group][row][column of the key]", _DIGITS)
         return Plot(
             "Weights with which the tokens of a window are summed into the framed query, by layer and channel group "
             f"(model.switches.mixing: {self._mixing}). Each map is divided by its largest {'magnitude' if self._signed else 'weight'}, so "
@@ -198,8 +197,7 @@ class GatedMLPChapter(Chapter):
     @figure("token_mixing_distance", "Distance that token mixing bridges", _NO_FIGURE)
     def _distances(self, findings: Findings) -> Plot:
         distances = [token_mixing_distance(layer.maps, layer.window) for layer in self._layers]
-        windows = [layer.window for layer in self._layers]
-        uniform = [token_mixing_distance(torch.ones(side**2, side**2), side).item() for side in windows]
+        uniform = [token_mixing_distance(torch.ones_like(layer.maps[0]), layer.window).item() for layer in self._layers]
         findings.measure("token_mixing_distance", distances, "[layer][group], patches of the layer")
         findings.measure("token_mixing_distance_uniform", uniform, "[layer], patches of the layer: of equal weights")
         return Plot(
@@ -273,9 +271,8 @@ class GatedMLPChapter(Chapter):
         gains = [covariance_gain(gaussian.covariance().detach().cpu()) for gaussian in gaussians]
         left_out = [int(gain.isnan().sum()) for gain in gains]
         centers = [gaussian.centers.detach().double().cpu() * torch.tensor([1.0, -1.0]) for gaussian in gaussians]
-        means = [gain.nanmean() for gain in gains]
         findings.measure("covariance_gain", gains, "[layer][group], 1/patches²; null: left out")
-        findings.measure("covariance_gain_mean", means, "[layer], 1/patches²: g(Σ) of Eq. 16")
+        findings.measure("covariance_gain_mean", [gain.nanmean() for gain in gains], "[layer], 1/patches²: g(Σ) of Eq. 16")
         findings.measure("covariance_left_out", left_out, f"[layer], groups with an eigenvalue below {SINGULAR:g}")
         findings.measure("token_mixing_centers", centers, "[layer][group][right, down], patches: Δ of Eq. 5, from the query")
         forms = {"semidefinite": "ΓΓᵀ", "free": "Γ, of which this is the symmetric part", "isotropic": "αI"}

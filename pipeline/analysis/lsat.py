@@ -18,7 +18,7 @@ from pipeline.analysis.chapter import Chapter, Example, Findings, Plot, Request,
 from pipeline.analysis.maps import ATTENTION, map_figure, mark_query, overlay_grid
 from pipeline.analysis.measures import Collector, distances_between, places, query_key_distances
 from pipeline.analysis.style import Axes, Figure, layer_plot, new_figure, numbers
-from pipeline.models.common.probe import observed
+from pipeline.models.common.probe import recorded
 from pipeline.models.common.windows import Tiling
 from pipeline.models.lsat.blocks import Shift, ShiftEmbedding
 from pipeline.models.lsat.model import LSAT, AnyBlock, grid_side
@@ -138,9 +138,8 @@ class LSATChapter(Chapter):
         # (heads, rows, columns, 2) each
         patch = "[head][row][column of the patch][down, right], pixels from where equal weights look"
         unit = "[head][shift][row][column of the patch] of the first example, share"
-        rounded = [of_image.round(decimals=4) for of_image in offsets]
         findings.measure("shift_examples.keys", [example.key for example in examples], "[example]")
-        findings.measure("shift_examples.offsets", rounded, f"[example]{patch}")
+        findings.measure("shift_examples.offsets", [of_image.round(decimals=4) for of_image in offsets], f"[example]{patch}")
         findings.measure("shift_examples.weights", self._first.round(decimals=6), unit)
         return Plot(
             "Mean place of a patch's variants by their weights, from the place that equal weights would give "
@@ -163,15 +162,9 @@ class LSATChapter(Chapter):
     @torch.no_grad()
     def _weights_of(self, example: Example) -> Tensor:
         """(heads, N, T) float64 on the CPU: the weights W_i of an image."""
-        found: list[Tensor] = []
-
-        def keep_first(_: str, value: Tensor) -> None:
-            if not found:
-                found.append(value[0, :, :, 0].double().cpu())
-
-        with observed(keep_first, "attention"):
+        with recorded("attention") as values:
             self.model(example.image[None])
-        return found[0]
+        return values["attention"][0][0, :, :, 0].double().cpu()
 
     @figure("attention_distance", "How far heads of global attention look", "the measure is that of ConViT, Fig. 5", "images")
     def _distances(self, findings: Findings) -> Plot:

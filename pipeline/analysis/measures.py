@@ -31,8 +31,7 @@ _ANGLES, _FIELD = (5, 40, 120, 220), 220  # degrees of the visual field (PerViT,
 
 def places(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
     """Row and column of each patch of a grid: (N, 2) float64."""
-    y, x = torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
-    return torch.stack([y, x], dim=-1).flatten(0, 1).double()
+    return torch.cartesian_prod(torch.arange(rows, device=device), torch.arange(columns, device=device)).double()
 
 
 def distances_between(queries: Tensor, keys: Tensor) -> Tensor:
@@ -183,11 +182,7 @@ class AttentionDistance(ImageMeasures):
 
 class PhiMeasures(ImageMeasures):
     """Ω of Φc and of Φa = Φc ⊙ Φp, ``omega_c`` and ``omega_a``, and with Φp Ψ of both, ``psi_p`` and ``psi_c``. Without, Φa is Φc.
-
-    Args:
-        probe: ``phi_c``; or ``attention``, softmax(Q Kᵀ + log Φp), of which Φc is exp(Q Kᵀ - row maximum over all tokens).
-        has_phi_p: whether layers offer ``phi_p``.
-    """
+    ``probe``: ``phi_c``; or ``attention``, softmax(Q Kᵀ + log Φp), of which Φc is exp(Q Kᵀ - row maximum over all tokens)."""
 
     def __init__(self, grid: tuple[int, int], probe: str, has_phi_p: bool) -> None:
         super().__init__(grid, *(["phi_p"] if has_phi_p else []), probe)
@@ -208,12 +203,8 @@ class PhiMeasures(ImageMeasures):
 
 
 class QueryMaps(Collector):
-    """A query's attention to all patches, mean over images: ``mean("maps")`` is (layers, heads, rows, columns).
-
-    Args:
-        query_row: (..., M, M) -> (..., rows, columns), the query's attention.
-        probe: what is averaged.
-    """
+    """A query's attention to all patches, mean over images: ``mean("maps")`` is (layers, heads, rows, columns). ``query_row``:
+    (..., M, M) -> (..., rows, columns), the query's part of what ``probe`` offers."""
 
     def __init__(self, query_row: Callable[[Tensor], Tensor], probe: str = "attention") -> None:
         super().__init__(probe)

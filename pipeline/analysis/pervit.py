@@ -32,16 +32,13 @@ _BARS = "A bar is a head, in the model's order; the line is the mean of a layer.
 
 
 class PeripheralChapter(GridChapter):
-    """Base of the chapters on PerViT and its ablations, and on DeiT with Φp.
-
-    Attributes:
-        has_phi_p, has_phi_c: whether the model has this attention; one that it lacks is 1 everywhere.
-    """
+    """Base of the chapters on PerViT and its ablations, and on DeiT with Φp."""
 
     model: PhiModel
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
+        # An attention that the model lacks is 1 everywhere.
         self.has_phi_p = self.model.phi_design is not None
         self.has_phi_c = getattr(self.model.switches, "phi_c", True)
 
@@ -119,7 +116,7 @@ class PerViTChapter(PeripheralChapter):
         return Plot(
             f"How far each head attends: query-key distance, weighted with attention and averaged over all pairs, {self.omega_unit}. Φp "
             f"is the position-based attention, Φc the content-based one, Φa their product. {parts}",
-            lambda: patches_beside(layer_plots(panels, "nonlocality", one_scale=True), measures.patches_per_unit(self.grid[0])),
+            lambda: patches_beside(layer_plots(panels, "nonlocality", one_scale=True), self.per_unit),
             more_with_images=waiting,
         )
 
@@ -155,7 +152,7 @@ class PerViTChapter(PeripheralChapter):
             f"Nonlocality by layer, {self.omega_unit}: the line is the mean of the heads, the band reaches from the most local to the most global "
             f"head. {removed}One checkpoint gives one curve of the paper's figure; its other curves are models that "
             "were trained without a component.",
-            lambda: patches_beside(_curves(omega, title), measures.patches_per_unit(self.grid[0])),
+            lambda: patches_beside(_curves(omega, title), self.per_unit),
         )
 
 
@@ -211,12 +208,8 @@ class RegionsChapter(PeripheralChapter):
 
 
 def count_regions(regions: Tensor, other_layers: int) -> Tensor:
-    """Layers in each region, as Fig. 5 counts them: every head is one, and each other layer of a block is one that is central.
-
-    Args:
-        regions: (layers, heads), indices into :data:`~pipeline.analysis.measures.REGIONS`.
-        other_layers: of a block; PerViT: 3, the CPE and the MLP's two linear layers (footnote 7).
-    """
+    """Layers in each region, (layers, 4), as Fig. 5 counts them: every head is one, and each of a block's ``other_layers`` (PerViT: 3,
+    footnote 7) is one that is central. ``regions``: (layers, heads), indices into :data:`~pipeline.analysis.measures.REGIONS`."""
     counts = torch.nn.functional.one_hot(regions, len(measures.REGIONS)).sum(1)  # (layers, 4)
     counts[:, 0] += other_layers
     return counts

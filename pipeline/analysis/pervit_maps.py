@@ -57,8 +57,7 @@ class MapsChapter(PeripheralChapter):
         start = initial_maps(self.model, self.grid, self.query)  # (layers, heads, rows, columns)
         alike = bool((start == start[:, :1]).all())
         start = start[:, :1] if alike else start
-        unit = "[layer][head][row][column]; one head where all are alike"
-        findings.measure("initialization.phi_p_maps", start, unit, 5)
+        findings.measure("initialization.phi_p_maps", start, "[layer][head][row][column]; one head where all are alike", 5)
         maps, first = torch.cat([start, trained], dim=1).transpose(0, 1), start.shape[1]  # (heads, layers, rows, columns)
         distance = (trained - start).abs().mean(dim=(1, 2, 3))
         unit = "[layer], mean |Φp - initial Φp| of the query's maps, heads of Φp sorted"
@@ -87,11 +86,8 @@ class MapsChapter(PeripheralChapter):
 
 @torch.no_grad()
 def initial_maps(model: PhiModel, grid: tuple[int, int], query: tuple[int, int]) -> Tensor:
-    """Φp of a query before training: of new networks with the model's design.
-
-    What the design draws at random is drawn anew: an initialization of the same kind, not the one that the model had.
-    (layers, heads, rows, columns) on the CPU.
-    """
+    """Φp of a query before training, (layers, heads, rows, columns) on the CPU: of new networks with the model's design. What that draws
+    at random is drawn anew: an initialization of the same kind, not the one that the model had."""
     design, depth = model.phi_design, len(model.blocks)
     assert design is not None, NO_PHI_P
     heads = model.blocks[0].attn.heads

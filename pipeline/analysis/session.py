@@ -188,10 +188,8 @@ def _carry_out(
 
 
 def choose(size: int, count: int, seed: int) -> np.ndarray:
-    """Numbers of ``count`` samples out of ``size``, at random without replacement; all of them if there are fewer.
-
-    The first of them are a random choice too, and the same for every count: (min(count, size),) int64, in random order.
-    """
+    """Numbers of ``count`` samples out of ``size``, at random without replacement; all of them if there are fewer. The first of them are a
+    random choice too, and the same for every count: (min(count, size),) int64, in random order."""
     return sample_at(np.arange(min(count, size)), 0, size, seed, Stream.SUBSET)
 
 
@@ -220,9 +218,7 @@ def load_examples(split: ShardSet | ImageFolder, numbers: np.ndarray, config: Co
     loader.close()
     for sentence in loader.bad.take_unreported().values():
         _log.warning(sentence)
-    mean, std = (
-        torch.tensor(values, device=world.device)[:, None, None] for values in (config.data.mean, config.data.std)
-    )  # (3, 1, 1)
+    mean, std = torch.tensor([config.data.mean, config.data.std], device=world.device)[..., None, None]  # (3, 1, 1) each
     return [
         Example(
             key=images.key(place),

@@ -145,8 +145,7 @@ def _over_training(results: Mapping[str, dict[str, Any]], found: Findings) -> No
         found.omitted[name] = "No model is a run folder that was trained with eval.analyses."
         return
     for model, points in panels.items():
-        unit = "[evaluation], epoch and [layer] mean of the heads, patches"
-        found.measure(f"{name}.{model}", [[epoch, layers] for epoch, layers in points], unit)
+        found.measure(f"{name}.{model}", points, "[evaluation], epoch and [layer] mean of the heads, patches")
     without = f" Without {', '.join(missing)}: not a run folder with rows of eval.analyses." if missing else ""
     caption = f"How far from the query the heads of each layer look in the course of the training, mean of the heads, one panel per run.{without}"
     draw, source = partial(_panels, panels), "ConViT, Fig. 5, 10 and 13"

@@ -74,13 +74,9 @@ def prepare_output(folder: Path) -> None:
 
 
 def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """Write an analysis instead of a former one; returns what is in ``analysis.json``. Raises UserError: matplotlib is not
-    installed; OSError: from the system; ``filename`` is set.
-
-    Args:
-        folder: from :func:`prepare_output`.
-        about: ``model``, ``origin``, ``images`` and what else describes the analysis; JSON.
-    """
+    """Write an analysis instead of a former one, into a folder from :func:`prepare_output`; returns what is in ``analysis.json``.
+    ``about``: ``model``, ``origin``, ``images`` and what else describes the analysis; JSON. Raises UserError: matplotlib is not
+    installed; OSError: from the system; ``filename`` is set."""
     hidden = folder / _HIDDEN
     shutil.rmtree(hidden, ignore_errors=True)
     try:
