@@ -114,13 +114,9 @@ def sample_images(image_size: int, batch: int) -> "Tensor":
 
 
 def compare(subject: Subject, run: "Callable[[Tensor], Tensor]", precision: str, of: str) -> float:
-    """Compare scores for the sizes of ``BATCHES``; returns the largest difference, relative to the largest score of its batch.
-
-    Args:
-        run: the export, (B, 3, S, S) float32 -> (B, classes).
-        precision: of the export, or ``timm``: its tolerance is in ``TOLERANCE``, above which it is a ``UserError``.
-        of: what was exported, and what ran it, for the message.
-    """
+    """Compare scores for the sizes of ``BATCHES``; returns the largest difference, relative to the largest score of its batch. ``run``: the
+    export, (B, 3, S, S) float32 -> (B, classes). ``precision``: of the export, or ``timm``. ``of``: what was exported, and what ran
+    it. Raises UserError: the difference is above the precision's ``TOLERANCE``."""
     import torch
 
     worst = 0.0

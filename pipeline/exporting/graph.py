@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.constant_folding import ConstantFolder, replace_node_with_constant
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from pipeline.errors import UserError, first_line, install_extra
 from pipeline.exporting import Facts, Subject, checked, compare, sample_images
@@ -42,9 +42,12 @@ def trace(subject: Subject) -> ExportedProgram:
     images = sample_images(subject.description.image_size, _TRACED_BATCH)
     with refusals_explained(subject, "torch.export"), torch.no_grad():
         program = _export(subject.model, images)
+        targets = [node.target for node in program.graph.nodes]
         # A node that runs a graph of its own, as a region without autocast does, would hide what is constant in there.
-        nests = any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in program.graph.nodes)
-        if nests or any(map(_writes, program.graph.nodes)):
+        nests = any(isinstance(target, torch._ops.HigherOrderOperator) for target in targets)
+        # As ReLU(inplace=True) does, which torch.onnx refuses here.
+        writes = any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
+        if nests or writes:
             program = program.run_decompositions({})  # not always: it also takes fused attention apart
         return _export(fold_constants(program.module(check_guards=False)), images)
 
@@ -105,11 +108,6 @@ def fold_constants(module: nn.Module) -> nn.Module:
     return module
 
 
-def _writes(node: Node) -> bool:
-    """Whether a node changes one of its inputs, as ReLU(inplace=True) does, which torch.onnx refuses here."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
 def loading_lines(subject: Subject, runtime: str, run: str) -> list[str]:
     """Lines that load a graph and, by the package ``runtime``, ``run`` it: an expression of ``pixels``, (1, 3, S, S), for the scores,
     (classes,), of an image."""
@@ -167,8 +165,7 @@ def export_onnx(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
         part.ClearField("metadata_props")
     description = {"description": json.dumps(asdict(subject.description)), "opset": str(OPSET), "precision": precision}
     for key, value in description.items():
-        entry = model.metadata_props.add()
-        entry.key, entry.value = key, value
+        model.metadata_props.add(key=key, value=value)
     size = model.ByteSize()
     if size > LARGEST:
         problem = f"an ONNX file must have at most {LARGEST / 1e9:.1f} GB, got {size / 1e9:.1f} for {subject.description.model}"

@@ -177,13 +177,12 @@ def push(files: Mapping[str, Path], repo: str, message: str, private: bool = Fal
     check_hub(repo)
     hub = _imported()
     api = hub.HfApi(endpoint=os.environ.get(_ENDPOINT) or None, library_name="pervit-pipeline")
-    where = f"--push-to-hub {repo}"
     try:
         created = api.create_repo(repo, private=private or None, exist_ok=True)
         additions = [hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
         commit = api.create_commit(created.repo_id, operations=additions, commit_message=message)
     except Exception as error:  # the library's own errors, those of its HTTP client, of its threads, and of the system
-        raise _refused(where, error, hub) from None
+        raise _refused(f"--push-to-hub {repo}", error, hub) from None
     return str(commit.commit_url)
 
 
@@ -195,8 +194,7 @@ def _refused(where: str, error: Exception, hub: ModuleType) -> UserError:
         chain.append(chain[-1].__cause__)
     answered = next((each for each in chain if getattr(each, "response", None) is not None), None)
     root = answered or chain[-1]
-    said = getattr(root, "server_message", None) or first_line(root)
-    reason = said.splitlines()[0]
+    reason = (getattr(root, "server_message", None) or first_line(root)).splitlines()[0]
     if answered is not None:
         status = answered.response.status_code  # type: ignore[attr-defined]
         if status in (401, 403):

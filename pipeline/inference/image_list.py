@@ -50,14 +50,10 @@ class PackedNames(Sequence[str]):
 
 
 def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> Iterator[Found]:
-    """All images that the arguments name, in their order; those of a folder sorted by path. Raises UserError: a folder, archive
-    or list without an image, a pattern without a match, or a damaged archive.
-
-    Args:
-        arguments: files, folders (searched at any depth; a shard set's tars are read in place), patterns with ``*``, ``?`` or ``[``,
-            ``.tar`` and ``.zip`` files; ``-`` takes the names from ``lines``, ``@FILE`` from a file with a name a line. A file may
-            have any ending, and need not exist: it becomes an error of its own row.
-    """
+    """All images that the arguments name, in their order: files, folders (searched at any depth, sorted by path; a shard set's tars are
+    read in place), patterns with ``*``, ``?`` or ``[``, ``.tar`` and ``.zip`` files; ``-`` takes the names from ``lines``, ``@FILE`` from
+    a file with a name a line. A file may have any ending, and need not exist: it becomes an error of its own row. Raises UserError: a
+    folder, archive or list without an image, a pattern without a match, or a damaged archive."""
     for argument in arguments:
         if is_remote(argument):
             remedy = "copy them here; `pervit evaluate --data URL --predictions FILE` reads a shard set in a store"
@@ -118,8 +114,7 @@ def _images_of(path: Path, argument: str) -> Iterator[Found]:
             problem = f"{argument}: the list {argument[len(LIST) :]} cannot be read ({error.strerror})"
             raise UserError(problem, "pass a file with a name a line") from None
     elif not path.exists() and glob.has_magic(argument):
-        matches = sorted(glob.glob(argument, recursive=True))
-        for match in matches:
+        for match in sorted(glob.glob(argument, recursive=True)):
             yield from _images_of(Path(match), match)
     else:
         yield argument, "", _IN_FILE, 0

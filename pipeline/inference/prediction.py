@@ -31,13 +31,9 @@ _ROWS_AT_ONCE = 16384  # in memory
 
 
 class RankRows:
-    """Rows of one pass. A context manager, which removes this rank's hidden files. Construction is collective. Raises
-    UserError: on every rank: the hidden files cannot be created.
-
-    Args:
-        path: of the result: the hidden files are beside it, in a folder that all ranks see.
-        dtype: of a row; the field ``valid`` marks those that count.
-    """
+    """Rows of one pass, of a ``dtype`` whose field ``valid`` marks those that count, in hidden files beside the result at ``path``, in a
+    folder that all ranks see. A context manager, which removes this rank's. Construction is collective. Raises UserError: on
+    every rank: the hidden files cannot be created."""
 
     def __init__(self, path: Path, dtype: np.dtype, batches: EvalBatches, world: World) -> None:
         self._path, self.dtype, self._batches, self._world = path, dtype, batches, world

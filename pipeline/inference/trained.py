@@ -118,7 +118,7 @@ def read_trained(source: Path, step: int | str | None = None, kind: exported.Kin
     check_source(source, step)
     if is_timm_folder(source):
         model, found, named = read_timm_folder(source)
-        return _described(source, model, found, step, kind, named)
+        return replace(_described(source, model, found, step, kind), named=named)
     if source.is_dir() or (source.suffix != exported.SUFFIX and not source.is_file()):
         saved = read_weights(source, step)
         config = config_from_dict(saved.state.config, source=str(source))
@@ -140,12 +140,7 @@ def read_trained(source: Path, step: int | str | None = None, kind: exported.Kin
 
 
 def _described(
-    source: Path,
-    model: nn.Module,
-    found: exported.Description,
-    step: int | str | None,
-    kind: exported.Kind | None,
-    named: bool = True,
+    source: Path, model: nn.Module, found: exported.Description, step: int | str | None, kind: exported.Kind | None
 ) -> Trained:
     for option, asked, has in (("--step", step, found.step), ("--weights", kind, found.weights)):
         if asked not in (None, has):
@@ -156,7 +151,7 @@ def _described(
         "train": {"precision": found.precision},
     }
     config = config_from_dict(tree, source=str(source))
-    return Trained(config, found.classes, found.step, found.weights, model.state_dict(), named, class_names=found.class_names)
+    return Trained(config, found.classes, found.step, found.weights, model.state_dict(), class_names=found.class_names)
 
 
 def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | None, kind: exported.Kind | None) -> Trained:
@@ -174,7 +169,7 @@ def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | Non
     recipe_is = f"mean {description.mean}, std {description.std}, eval_crop {description.eval_crop:g}"
     prepared = f"images are prepared as in that model's recipe ({recipe_is}), and its {num_classes} classes have no names"
     assumed = f"{source} does not say what it is: by its tensors, {name} for {image_size} pixels; {prepared}"
-    return replace(_described(source, model, description, None, None, named=False), assumed=assumed)
+    return replace(_described(source, model, description, None, None), named=False, assumed=assumed)
 
 
 class EvalTransform:
