@@ -160,13 +160,8 @@ def known_loader(config: Config) -> LoaderNeed | None:
 
 
 def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: float = 3.0) -> LoaderNeed:
-    """Load training batches from a shard set as a run would on CPUs, and drop them. Raises UserError: the shards cannot be
-    read, or too many samples are bad.
-
-    Args:
-        shards: a shard set with a train split, in a folder or a store.
-        seconds: how long to measure; at least two batches.
-    """
+    """Load training batches from a shard set as a run would on CPUs, for so many seconds, at least two batches, and drop them. Raises
+    UserError: the shards cannot be read, or too many samples are bad."""
     train_set = ShardSet(shards, "train")
     unit = config.augment.unit
     batch = max(unit, min(config.train.micro_batch, _LARGEST_BATCH) // unit * unit)

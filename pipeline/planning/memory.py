@@ -46,7 +46,7 @@ class Subject:
 
     @property
     def precision(self) -> str:
-        """ "bf16" or "fp32": what ``train.precision`` is there."""
+        """ "bf16" or "fp32": what ``train.precision`` is there; "auto" is what the GPU computes natively."""
         asked = self.config.train.precision
         if asked != AUTO:
             return asked
@@ -103,12 +103,8 @@ class Memory:
 
 
 def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
-    """Plan the memory of one process. Raises UserError: the batch sizes do not divide, or the model cannot be built or traced.
-
-    Args:
-        subject: the run; its precision "auto" is what its GPU computes natively.
-        micro_batch: instead of ``train.micro_batch_size``.
-    """
+    """Plan the memory of one process. ``micro_batch``: instead of ``train.micro_batch_size``. Raises UserError: the batch sizes do not
+    divide, or the model cannot be built or traced."""
     if micro_batch is not None:
         subject = subject.changed("train", micro_batch_size=micro_batch)
     config = subject.config

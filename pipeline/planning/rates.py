@@ -201,13 +201,8 @@ class Links:
     network: float  # of a node to the others, all of its ports together
 
     def seconds(self, size: float, passes: int, messages: int = 1) -> float:
-        """Of a collective by rings.
-
-        Args:
-            size: bytes of the whole tensor.
-            passes: 1 for an all-gather or a reduce-scatter, 2 for an all-reduce: how often each byte passes a link.
-            messages: into which it is divided.
-        """
+        """Of a collective by rings. ``size``: bytes of the whole tensor, divided into ``messages``. ``passes``: 1 for an all-gather or a
+        reduce-scatter, 2 for an all-reduce: how often each byte passes a link."""
         processes = self.nodes * self.per_node
         if processes == 1:
             return 0.0
@@ -235,10 +230,8 @@ def traffic(links: Links, parameters: int, stage: int, accumulation: int, forwar
     3     an all-gather of the weights in every forward and backward pass, a reduce-scatter in every backward pass
     ===== ======================================================================================================
 
-    Args:
-        stage: that the engine takes, 0 on one process.
-        accumulation: micro-batches of a step.
-        forward, backward: seconds of a micro-batch, behind which collectives hide.
+    ``stage``: that the engine takes, 0 on one process. ``accumulation``: micro-batches of a step. ``forward``, ``backward``: seconds of a
+    micro-batch, behind which collectives hide.
     """
     size = _NUMBER * parameters
     bucket, messages = (min(size, _BUCKET), max(1, round(size / _BUCKET))) if stage else (size / PARTS, PARTS)

@@ -128,14 +128,8 @@ class Trace(TorchDispatchMode):
     def attention(
         self, products: int, qkv: Sequence[Tensor], read: list[Tensor], written: list[Tensor], kernels: int = 1, name: str = ""
     ) -> None:
-        """Write down attention, or its gradients, as one operator.
-
-        Args:
-            products: of matrices: 2 forward, more backward.
-            qkv: queries, keys and values, (..., N, head_dim) each.
-            kernels: that it starts on a GPU.
-            name: :data:`PERIPHERAL` if they are ours.
-        """
+        """Write down attention, or its gradients, as one operator that starts so many ``kernels`` on a GPU. ``products``: of matrices, 2
+        forward, more backward. ``qkv``: (..., N, head_dim) each. ``name``: :data:`PERIPHERAL` if the kernels are ours."""
         q, k, v = qkv
         scores = q.shape[:-1].numel() * k.shape[-2]
         flops = float(products * scores * (q.shape[-1] + v.shape[-1]))
@@ -215,8 +209,7 @@ class Trace(TorchDispatchMode):
         reads = tuple((self._known(tensor).number, times * _size(tensor)) for tensor in read)
         writes = tuple((self._known(tensor).number, _size(tensor)) for tensor in written)
         dtype = next((tensor.dtype for tensor in (*written, *read) if tensor.is_floating_point()), torch.int64)
-        operator = Operator(name=name, reads=reads, writes=writes, dtype=dtype, backward=self._backward, **facts)
-        self.operators.append(operator)
+        self.operators.append(Operator(name, reads=reads, writes=writes, dtype=dtype, backward=self._backward, **facts))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
