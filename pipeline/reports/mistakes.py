@@ -22,12 +22,8 @@ _LONGEST_NAME = 28  # characters of a class's name in a figure
 
 
 class Pictures:
-    """Reads images of a data set. Raises UserError: there is no data set.
-
-    Args:
-        folder: with shards or with images.
-        classes: class names in index order, for a folder of images.
-    """
+    """Reads images of a data set, a folder with shards or with images. ``classes``: names in index order, for a folder of images. Raises
+    UserError: there is no data set."""
 
     def __init__(self, folder: Place, classes: list[str]) -> None:
         self._set = open_split(folder, "val", classes)
@@ -49,22 +45,15 @@ class Pictures:
 
 
 def mistakes(found: Predictions, classes: list[str], pictures: Pictures | None, no_pictures: str) -> Html:
-    """Show everything that per-image results tell.
-
-    Args:
-        found: the results.
-        classes: names in index order; may be empty.
-        pictures: of the same images; None where there are none.
-        no_pictures: why there are none.
-    """
+    """Show everything that per-image results tell. ``classes``: names in index order; may be empty. ``pictures``: of the same images; None
+    where there are none, and ``no_pictures`` says why."""
 
     def name(number: int) -> str:
         return classes[number] if 0 <= number < len(classes) else f"class {number}"
 
     right, count = int(found.right.sum()), len(found.files)
-    share = f"{100 * right / count:.2f}"
     told = "<p>{} of {} images right, {} % top-1 (<code>{}</code>).</p>"
-    head = html(told, f"{right:,}", f"{count:,}", share, found.path.name)
+    head = html(told, f"{right:,}", f"{count:,}", f"{100 * right / count:.2f}", found.path.name)
     missing = html('<p class="quiet">{}</p>', no_pictures) if pictures is None else Html("")
     return join([head, _per_class(found, name), _confusions(found, name), missing, _shown(found, name, pictures)])
 

@@ -18,14 +18,9 @@ from pipeline.runs.folder import find_runs, read_runs
 
 
 def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False) -> str:
-    """A table of a paper with ours beside it. Raises UserError: there is no such table.
-
-    Args:
-        name: as in ``configs/tables/``.
-        paths: run folders, and folders that hold some; none for the paper's figures alone. Files: see ``Measured``.
-        form: ``html``, ``markdown``, ``latex`` or ``csv``.
-        any_data: see :mod:`pipeline.reports.row_runs`.
-    """
+    """A table of a paper, by its name in ``configs/tables/``, with ours beside it. Raises UserError: there is no such table. ``paths``: run
+    folders, and folders that hold some; none for the paper's figures alone. Files: see ``Measured``. ``form``: ``html``, ``markdown``,
+    ``latex`` or ``csv``. ``any_data``: see :mod:`pipeline.reports.row_runs`."""
     table = find_table(name)
     measured, places, others = Measured.read(paths)
     folders, missing = find_runs(places)
