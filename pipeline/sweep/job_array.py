@@ -32,13 +32,9 @@ _OURS = ("array", "parsable", "wrap", "wait", "test-only")
 
 
 def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
-    """Submit what is neither finished nor in the queue, and the report; returns the exit code. Raises UserError: no Slurm, too
-    many runs, a batch that the processes cannot share, or ``sbatch`` refuses. Nothing is submitted then.
-
-    Args:
-        options: of ``sbatch`` for each run, as ``--name=value``.
-        at_once: how many tasks may run at a time; None: as many as Slurm starts.
-    """
+    """Submit what is neither finished nor in the queue, and the report; returns the exit code. ``options``: of ``sbatch`` for each run, as
+    ``--name=value``. ``at_once``: how many tasks may run at a time; None: as many as Slurm starts. Raises UserError: no Slurm, too many
+    runs, a batch that the processes cannot share, or ``sbatch`` refuses. Nothing is submitted then."""
     if shutil.which("sbatch") is None:
         remedy = f"on one machine: pervit sweep {sweep.file}"
         raise UserError("a job array requires Slurm, got no sbatch on the PATH", remedy)

@@ -85,24 +85,21 @@ class Sweep:
     runs: tuple[SweepRun, ...]
 
 
-def read_sweep(file: Path, words: Sequence[str] = (), variables: Mapping[str, str] = os.environ) -> Sweep:
-    """Read a sweep's file and check every run's config; a ``UserError`` names the first mistake, with the file and the line.
-
-    Args:
-        words: of the command, for all runs: ``--config CONFIG`` and overrides. ``output_dir`` is the sweep's folder.
-        variables: ``PERVIT_DATA`` and ``PERVIT_OUTPUT`` are ``data.path`` and the sweep's folder unless something else says them.
-    """
+def read_sweep(file: Path, words: Sequence[str] = ()) -> Sweep:
+    """Read a sweep's file and check every run's config; a ``UserError`` names the first mistake, with the file and the line. ``words``: of
+    the command, for all runs: ``--config CONFIG`` and overrides. ``output_dir`` is the sweep's folder."""
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError) as error:
         kinds: dict[type[Exception], str] = {FileNotFoundError: "no such file", IsADirectoryError: "a folder"}
         got = kinds.get(type(error), "something that is not text in UTF-8")
         raise UserError(f"{file} must be a file with a line of overrides for each run, got {got}", "correct the path") from None
-    return parse_sweep(file, text, words, variables)
+    return parse_sweep(file, text, words)
 
 
 def parse_sweep(file: Path, text: str, words: Sequence[str] = (), variables: Mapping[str, str] = os.environ) -> Sweep:
-    """:func:`read_sweep` of a file with this content."""
+    """:func:`read_sweep` of a file with this content. ``variables``: ``PERVIT_DATA`` and ``PERVIT_OUTPUT`` are ``data.path`` and the
+    sweep's folder unless something else says them."""
     typed = read_words(words, f"the words after {file}")
     common, lines = Words(f"{file}"), []
     for number, line in enumerate(text.splitlines(), 1):
@@ -260,7 +257,6 @@ def read_words(words: Sequence[str], place: str) -> Words:
                 raise UserError(f"{place} must not have {reason.format(found[0].lstrip('='))}, got {word!r}", remedy)
         overrides.append(word)
     made = Words(place, config, tuple(overrides))
-    twice = sorted({key for key in made.keys if made.keys.count(key) > 1})
-    if twice:
+    if twice := sorted({key for key in made.keys if made.keys.count(key) > 1}):
         raise UserError(f"{place} sets {twice[0]} twice", "keep one of them")
     return made

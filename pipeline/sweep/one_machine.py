@@ -33,15 +33,11 @@ class _Started:
 
 
 class OneMachine:
-    """Runs a sweep here.
+    """Runs a sweep here, so many ``jobs`` at a time, without the finished ones; ``processes`` of each, by ``launch/local.sh`` if several.
 
     Each run is a process group of its own, so that Ctrl-C reaches this process alone, which passes on SIGTERM: a training saves
     what it has trained. If this process is killed, its runs receive SIGTERM from the kernel. Raises UserError: there are fewer
     GPUs than that, or a run's batch does not divide by its processes.
-
-    Args:
-        jobs: runs at a time; the finished ones are left out.
-        processes: of each run, started by ``launch/local.sh`` if there are several.
     """
 
     def __init__(self, sweep: Sweep, jobs: int, processes: int) -> None:

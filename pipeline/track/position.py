@@ -97,13 +97,8 @@ class GrowingRows:
 
 
 class Position:
-    """What of one run was sent to one target. Holds a lock, so that no second sender sends the same. Raises UserError: another
-    process sends this run to this target, or the file cannot be read or written.
-
-    Args:
-        target: where the tracker sends to.
-        folder: of the file; None: the user's own.
-    """
+    """What of one run was sent to one target of a tracker. Holds a lock, so that no second sender sends the same. ``folder``: of the file;
+    None: the user's own. Raises UserError: another process sends this run to this target, or the file cannot be read or written."""
 
     identity: str  # of the run that was sent
     segment: Segment  # the present one

@@ -53,13 +53,8 @@ class TrackedRun(RunFiles):
 
 
 class Sender:
-    """Sends the run of a folder, which need not exist yet, to a tracker that is not open yet.
-
-    Args:
-        name: what the tracker is to call the run.
-        position: what was sent before.
-        every: seconds between two looks at the run's files.
-    """
+    """Sends the run of a folder, which need not exist yet, by a name to a tracker that is not open yet, from the position of what was
+    sent before. ``every``: seconds between two looks at the run's files."""
 
     def __init__(
         self,

@@ -82,13 +82,8 @@ class Tracker(Protocol):
     target: str  # where it sends to, in a few words
 
     def open(self, segment: Segment, about: About, sent: int) -> int:
-        """Begin a segment or go on with it. Returns the number of items that have arrived, without a gap. Raises UserError: it
-        can never succeed so: not logged in, no such address.
-
-        Args:
-            segment: ``place`` may be set.
-            sent: items that were handed over, of which some may have got lost.
-        """
+        """Begin a segment or go on with it: its ``place`` may be set. Returns how many items have arrived, without a gap, of those that
+        were ``sent``. Raises UserError: it can never succeed so: not logged in, no such address."""
 
     def send(self, first: int, items: Sequence[Item]) -> None:
         """Send items, of which the first has this number in its segment."""
