@@ -1,11 +1,10 @@
 """Self-attention of any family with a square grid of tokens (DeiT, DeiT III, ConViT, PerViT): how far heads look (ConViT, Eq. 8, Fig. 5).
 
 What other chapters on attention share is here too, and what DeiT has: nonlocality Ω, attention maps of images, and maps averaged
-over images (ConViT, Fig. 10, 15 and 16; PerViT, Appendix D, Fig. S4). Its Ω has the
-definition of PerViT's Appendix D for models without Φp: Φa = exp(Q Kᵀ), with the row maximum subtracted before exp. It is not
-ConViT's, whose rows sum to 1. The class token has no place: Ω leaves it out, as query and as key; the row maximum is over all tokens,
-as in the model. With iRPE, Φc = exp(Q Kᵀ), Φp = exp(R) of its scores R, which depend on the query's content, and Φa = Φc ⊙ Φp
-(Appendix D, footnote 14). Ω and Ψ are taken of each image and averaged.
+over images (ConViT, Fig. 10, 15 and 16; PerViT, Appendix D, Fig. S4). Its Ω is that of PerViT's Appendix D for models without Φp: of
+Φa = exp(Q Kᵀ) with the row maximum subtracted before exp, not of ConViT's rows, which sum to 1. The class token has no place: Ω leaves
+it out, as query and as key; the row maximum is over all tokens, as in the model. With iRPE, Φc = exp(Q Kᵀ), Φp = exp(R) of its scores R,
+which depend on the query's content, and Φa = Φc ⊙ Φp (footnote 14). Ω and Ψ are taken of each image and averaged.
 """
 
 from collections.abc import Callable, Sequence

@@ -71,8 +71,7 @@ class FirstImages:
         self._batches += 1
         if first >= self._images:
             return
-        among = torch.from_numpy(batch.request.position < self._images).to(batch.valid.device)  # (B,)
-        valid = batch.valid & among
+        valid = batch.valid & torch.from_numpy(batch.request.position < self._images).to(batch.valid.device)  # (B,)
         for images, counts in zip(batch.images.split(_PART), valid.split(_PART)):  # the same parts on all ranks
             look(self._forward, images, counts, self._collectors)
         self._count += valid.sum()

@@ -85,8 +85,7 @@ def mixing_layers(model: GMLP | PosMLP) -> list[MixingLayer]:
     if isinstance(model, GMLP):
         return [MixingLayer(number, None, PATCH, block.gate) for number, block in enumerate(model.blocks, start=1)]
     blocks = [(stage, block) for stage, of_stage in enumerate(model.stages, start=1) for block in of_stage.blocks]
-    strides = [STEM_STRIDE * 2 ** (stage - 1) for stage, _ in blocks]
-    return [MixingLayer(i, stage, stride, block.gate) for i, ((stage, block), stride) in enumerate(zip(blocks, strides), 1)]
+    return [MixingLayer(i, stage, STEM_STRIDE * 2 ** (stage - 1), block.gate) for i, (stage, block) in enumerate(blocks, 1)]
 
 
 def token_mixing_distance(mixing: Tensor, window: int) -> Tensor:

@@ -36,8 +36,7 @@ def pair_distances(block: AnyBlock, grid: Grid, device: torch.device | None = No
         padded = Tiling(grid, block.window).padded
         tokens = places(*padded, device).unflatten(0, (1, *padded))
         windows = Tiling(padded, block.window, (block.shift, block.shift)).split(tokens)[0]  # (windows, N, 2)
-        inside = (windows < torch.tensor(grid, device=device)).all(-1)  # (windows, N)
-        return distances_between(windows, windows), inside
+        return distances_between(windows, windows), (windows < torch.tensor(grid, device=device)).all(-1)
     if isinstance(block, CvTBlock):
         rows, columns = (-(-size // KEY_VALUE_STRIDE) for size in grid)
         distances = distances_between(places(*grid, device)[None], KEY_VALUE_STRIDE * places(rows, columns, device)[None])

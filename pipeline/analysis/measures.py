@@ -12,7 +12,7 @@ in the layer's output, but not in a measure of Φc or Φa.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -136,11 +136,8 @@ class Collector:
 
 
 class ImageMeasures(Collector):
-    """Sums over images of measures per layer and head, (layers, heads) each by its name. ``probes``: by default ``attention``.
-
-    The layers of a grid (rows, columns) of patches offer ``phi_p`` before the last probe: (heads, N, N), or for each image
-    (B, heads, M, M).
-    """
+    """Sums over images of measures per layer and head, (layers, heads) each by its name. ``probes``: by default ``attention``; before the
+    last, layers may offer ``phi_p``: (heads, N, N), or for each image (B, heads, M, M)."""
 
     def __init__(self, grid: tuple[int, int], *probes: str) -> None:
         super().__init__(*(probes or ["attention"]))
@@ -154,10 +151,8 @@ class ImageMeasures(Collector):
         self.distances = self.distances.to(value.device)
         phi_p, self._phi_p = self._phi_p, None
         # float64 of one image at a time; value is (B, heads, M, M), or (1, heads, M, M) where it depends on no image
-        images = []
-        for i in range(len(value)):
-            of_image = phi_p[i] if phi_p is not None and phi_p.dim() == value.dim() else phi_p
-            images.append(self.measures(value[i].double(), None if of_image is None else of_image.double()))
+        phis: Iterable[Tensor | None] = phi_p if phi_p is not None and phi_p.dim() == value.dim() else [phi_p] * len(value)
+        images = [self.measures(one.double(), None if phi is None else phi.double()) for one, phi in zip(value, phis)]
         for measure in images[0]:
             per_image = torch.stack([found[measure] for found in images])  # (B, heads)
             self.add(measure, self.layer, per_image.expand(len(self.valid), -1))

@@ -87,11 +87,8 @@ def as_self_attention(attention: SelfAttention) -> Layer:
 
 
 def convolved(layer: Layer, images: Tensor) -> Tensor:
-    """Apply :func:`as_convolution`'s layer to images as a convolution that pads with zeros.
-
-    The padding is a border of zero tokens, which are keys like others; as queries they are left out of the result.
-    (B, in_channels, rows, columns) float64 -> (B, 9 · in_channels, rows, columns).
-    """
+    """Apply :func:`as_convolution`'s layer to images: (B, in_channels, rows, columns) float64 -> (B, 9 · in_channels, rows, columns). The
+    padding is a border of zero tokens, which are keys like others; as queries they are left out of the result."""
     padded = F.pad(images, (1, 1, 1, 1))  # (B, in_channels, rows + 2, columns + 2)
     grid = padded.shape[2], padded.shape[3]
     tokens = F.pad(padded.flatten(2).transpose(1, 2), (0, 8 * images.shape[1]))  # (B, N, 9 * in_channels)

@@ -63,9 +63,8 @@ class Subject:
 def read_subject(source: str, step: int | str | None = None, seed: int = 0) -> Subject:
     """Read a run folder, one of its checkpoints or an exported file, or build the model of that name with fresh weights.
     Raises UserError: neither a path nor a model's name; damaged; weights not finite; a step of fresh weights."""
-    path = Path(source)
     if is_path(source):
-        trained = read_trained(path, step)
+        trained = read_trained(Path(source), step)
         origin = {"checkpoint": source, "step": trained.step, "weights": trained.kind}
         return Subject(trained.build_model(), trained.config, trained.classes, origin)
     if not is_timm(source) and source not in list_models():
