@@ -96,13 +96,10 @@ def training_from_json(text: str, source: str) -> Training:
 
 @dataclass(frozen=True)
 class Subject:
-    """A trained model, (B, 3, S, S) -> (B, classes), in eval mode on the CPU, in float32.
-
-    ``description.names`` are those that its tensors get in a safetensors file.
-    """
+    """A trained model, (B, 3, S, S) -> (B, classes), in eval mode on the CPU, in float32."""
 
     model: "VisionModel"
-    description: "Description"
+    description: "Description"  # its ``names`` are those that the tensors get in a safetensors file
     training: Training
 
 

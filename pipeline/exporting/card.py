@@ -24,9 +24,7 @@ tags: [image-classification, {model}]
 
 def write_card(subject: Subject, facts: Facts, snippet: str, size: int, library: str | None) -> str:
     """A model card in Markdown, with what the format says of the export (``facts``), Python that loads it, and the bytes of all files.
-
-    ``library`` is of the front matter that model hubs read; None: no front matter.
-    """
+    ``library`` is of the front matter that model hubs read; None: no front matter."""
     its, known = subject.description, subject.training
     front = _FRONT.format(library=library, model=its.model.replace(":", "-")) if library else ""
     parts = [

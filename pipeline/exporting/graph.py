@@ -34,11 +34,8 @@ _TRACED_BATCH = 2  # 1 would become a constant
 
 
 def trace(subject: Subject) -> ExportedProgram:
-    """The model's forward pass: (B, 3, S, S) float32 named ``images`` -> (B, classes), for any B of at least 1.
-
-    PerViT's Φp, ConViT's and PosMLP's maps and the like are computed once, here, and stored as constants. Raises UserError:
-    torch.export cannot trace the model.
-    """
+    """The model's forward pass: (B, 3, S, S) float32 named ``images`` -> (B, classes), for any B of at least 1. PerViT's Φp, ConViT's and
+    PosMLP's maps and the like are stored as constants. Raises UserError: torch.export cannot trace the model."""
     images = sample_images(subject.description.image_size, _TRACED_BATCH)
     with refusals_explained(subject, "torch.export"), torch.no_grad():
         program = _export(subject.model, images)
@@ -87,11 +84,8 @@ def _export(module: nn.Module, images: Tensor) -> ExportedProgram:
 
 
 def fold_constants(module: nn.Module) -> nn.Module:
-    """Compute everything in a graph that depends on no input, once, and store it in the module, in place.
-
-    Its operators, of an ``ExportedProgram``, write to none of their inputs. Results that something else needs become buffers;
-    parameters that only they needed are gone.
-    """
+    """Compute everything in a graph that depends on no input, once, and store it in the module, in place: results that something else
+    needs become buffers, parameters that only they needed are gone. Its operators write to none of their inputs."""
     assert isinstance(module, GraphModule)
     graph, folder = module.graph, ConstantFolder(module)
     folder.run()
