@@ -63,10 +63,9 @@ def figures(subject: Subject, memory: Memory, time: Time) -> dict[str, Any]:
 def _title(subject: Subject, memory: Memory) -> str:
     config, world = subject.config, subject.world_size
     device = subject.gpu.name if subject.gpu else "CPU"
-    checkpointing = "on" if config.train.activation_checkpointing else "off"
     return (
         f"{config.model.name}, {config.model.image_size} px, {subject.precision}, ZeRO stage {subject.stage}, activation checkpointing "
-        f"{checkpointing}\n"
+        f"{'on' if config.train.activation_checkpointing else 'off'}\n"
         f"{counted(subject.nodes, 'node')} {_TIMES} {subject.gpus_per_node} {device} = {counted(world, 'process')}; global batch "
         f"{config.train.global_batch_size} = {config.train.micro_batch} {_TIMES} {world} {_TIMES} {subject.accumulation} "
         f"(micro-batch, processes, accumulation)\n"

@@ -53,11 +53,8 @@ class WholeRun:
 
 @dataclass(frozen=True)
 class Time:
-    """What a run takes.
-
-    Its properties raise a ``UserError`` if the batch sizes do not divide, the model cannot be built, the schedule is shorter than a step,
-    or the time limit than a start.
-    """
+    """What a run takes. Its properties raise a ``UserError`` if the batch sizes do not divide, the model cannot be built, the schedule is
+    shorter than a step, or the time limit than a start."""
 
     subject: Subject
     rates: Rates

@@ -254,10 +254,9 @@ def _joined(group: list[Operator], end: int, last_read: dict[int, int], kept: se
         for number, size in operator.writes:
             written[number] = max(size, written.get(number, 0))
     needed = {n: size for n, size in written.items() if last_read.get(n, -1) >= end or n in kept}
-    slow = next((o.name for o in group if o.name in TRANSCENDENTAL), group[0].name)
     return replace(
         group[0],
-        name=slow,
+        name=next((o.name for o in group if o.name in TRANSCENDENTAL), group[0].name),
         reads=tuple(read.items()),
         writes=tuple(needed.items()),
         elements=max(operator.elements for operator in group),

@@ -51,11 +51,9 @@ class TracedStep:
 
 
 def trace_step(config: Config, layout: Layout) -> TracedStep:
-    """Trace one optimizer step, not the first, whose optimizer state is not there yet.
-
-    Of several micro-batches the last is traced, with what the others leave. ``config``: with ``train.precision`` and the
-    micro-batch settled. Raises UserError: the model cannot be built, or does not run without values.
-    """
+    """Trace one optimizer step, not the first, whose optimizer state is not there yet; of several micro-batches the last, with what the
+    others leave. ``config``: with ``train.precision`` and the micro-batch settled. Raises UserError: the model cannot be built, or
+    does not run without values."""
     train, side = config.train, config.model.image_size
     teacher, _ = fake_teacher(config)
     taught: list[Operator] = []
