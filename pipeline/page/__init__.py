@@ -33,10 +33,7 @@ class Html(str):
 
 
 def html(pattern: str, *values: object, **named: object) -> Html:
-    """A piece of HTML: ``pattern.format(...)`` in which every value is escaped that is not :class:`Html` itself.
-
-    A list or tuple of pieces is joined.
-    """
+    """A piece of HTML: ``pattern.format(...)`` with lists and tuples joined and every value escaped that is not :class:`Html` itself."""
     return Html(pattern.format(*map(_piece, values), **{name: _piece(value) for name, value in named.items()}))
 
 
@@ -83,10 +80,8 @@ def figure(shown: Figure) -> Html:
 def table(
     head: Sequence[object], rows: Iterable[Sequence[object]], numeric: Sequence[int] = (), sortable: bool = False, css: str = ""
 ) -> Html:
-    """A table that scrolls sideways where it is wider than the page; without a head where that is empty.
-
-    Columns that are ``numeric`` are set flush right; of a ``sortable`` one, a click on a title sorts by it.
-    """
+    """A table that scrolls sideways where it is wider than the page; without a head where that is empty. Columns that are ``numeric``
+    are set flush right; of a ``sortable`` one, a click on a title sorts by it."""
 
     def cells(tag: str, row: Sequence[object]) -> list[Html]:
         return [html("<{0}{1}>{2}</{0}>", tag, Html(' class="n"') if i in numeric else "", cell) for i, cell in enumerate(row)]
@@ -103,13 +98,8 @@ def facts(pairs: Iterable[tuple[object, object]]) -> Html:
 
 
 def page(title: str, subtitle: object, sections: Sequence[Section], notes: Sequence[object] = (), plots: bool = True) -> str:
-    """A whole page. Raises UserError: plotly is not installed.
-
-    Args:
-        subtitle: a line below the title, HTML or text.
-        notes: what the reader must know first, above all sections: what is missing or damaged.
-        plots: whether there are figures, which need plotly's script (4.8 MB).
-    """
+    """A whole page. ``notes``: what the reader must know first, above all sections: what is missing or damaged. ``plots``: there are
+    figures, which need plotly's script. Raises UserError: plotly is not installed."""
     names = [section.name or f"s{number}" for number, section in enumerate(sections)]
     contents = [html('<a href="#{}">{}</a>', name, section.title) for name, section in zip(names, sections)]
     details = '<details class="section" id="{}"{}><summary><h2>{}</h2></summary>{}</details>'

@@ -71,8 +71,7 @@ class Measured:
         for file in (path for path in paths if path.suffix == ".json"):
             try:
                 content = json.loads(file.read_bytes())
-                rows = content if isinstance(content, list) else [content]
-                for row in rows:
+                for row in content if isinstance(content, list) else [content]:
                     if "fp32" not in row and not {"checkpoint", "top1"} <= row.keys():
                         raise ValueError(row)
                     (found.speeds if "fp32" in row else found.evaluations).append(row)

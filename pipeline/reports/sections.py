@@ -185,8 +185,7 @@ def environment_section(run: RunFolder) -> Html | None:
         for key in ("python", "packages", "git_commit", "device")
         if start.get(key) != last.get(key)
     ]
-    notes = html("<p>{}.</p>", "; ".join(changes)) if changes else Html("")
-    return join([facts(pairs), notes])
+    return join([facts(pairs), html("<p>{}.</p>", "; ".join(changes)) if changes else ""])
 
 
 def _difference(old: Any, new: Any) -> str:
