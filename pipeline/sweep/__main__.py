@@ -87,11 +87,9 @@ def _submit(words: list[str]) -> int:
 
 
 def grid(words: Sequence[str]) -> str:
-    """The file for ``--config CONFIG,CONFIG`` and ``key=value,value``: a line for each combination, the last key changing fastest.
-
-    A comma within brackets or quotes belongs to the value. What has one value only goes into the line for all. Raises
-    UserError: a word of another form, an empty value, or a combination that is not a valid config.
-    """
+    """The file for ``--config CONFIG,CONFIG`` and ``key=value,value``: a line for each combination, the last key changing fastest; what
+    has one value only goes into the line for all. Raises UserError: a word of another form, an empty value, or a combination that
+    is not a valid config."""
     from pipeline.sweep.lines import CONFIG, join_config, parse_sweep
 
     common: list[str] = []

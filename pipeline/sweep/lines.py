@@ -131,10 +131,8 @@ def parse_sweep(file: Path, text: str, words: Sequence[str] = (), variables: Map
 
 
 def folder_name(config: str, overrides: Sequence[str]) -> str:
-    """The name of a run's folder, from its line alone; the order of the overrides makes no difference.
-
-    Characters that a folder's name had better not have become ``_``, and eight digits of a checksum then tell two names apart.
-    """
+    """The name of a run's folder, from its line alone; the order of the overrides makes no difference. Characters that a folder's name
+    had better not have become ``_``, and eight digits of a checksum then tell two names apart."""
     words = [*([Path(config).stem] if config else []), *sorted(overrides)]
     whole = ",".join(words)
     name = ",".join(re.sub(r"[^\w.=+-]+", "_", word, flags=re.ASCII).strip("_").replace("=_", "=") for word in words)

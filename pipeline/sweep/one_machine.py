@@ -109,8 +109,7 @@ class OneMachine:
         return self.logs / f"{run.name}.out"
 
     def _start(self, run: SweepRun) -> None:
-        taken = {started.place for started in self._running}
-        place = next(place for place in range(self.jobs) if place not in taken)
+        place = min(set(range(self.jobs)) - {started.place for started in self._running})
         command = python_command(self.processes, "pipeline.train", "--config", run.config_file, *run.overrides)
         environment = dict(os.environ)
         if self.gpus:

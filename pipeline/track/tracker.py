@@ -74,10 +74,8 @@ class Segment:
 
 
 class Tracker(Protocol):
-    """A tracker, made of the project's name; None: that of its variable, or ``pervit``.
-
-    Every method may raise anything of its client's, after which it is closed, opened and asked what has arrived.
-    """
+    """A tracker, made of the project's name; None: that of its variable, or ``pervit``. Every method may raise anything of its client's,
+    after which it is closed, opened and asked what has arrived."""
 
     target: str  # where it sends to, in a few words
 
@@ -96,10 +94,8 @@ class Tracker(Protocol):
 
 
 def row_values(row: Mapping[str, Any]) -> dict[str, float | str]:
-    """Name -> value of a row of ``metrics.jsonl``, by the names of TensorBoard's curves, with what those leave out.
-
-    ``null``, which stands for a number that was not finite, is left out: no two trackers treat it alike.
-    """
+    """Name -> value of a row of ``metrics.jsonl``, by the names of TensorBoard's curves, with what those leave out. ``null``, which stands
+    for a number that was not finite, is left out: no two trackers treat it alike."""
     values: dict[str, float | str] = {f"{WHERE}/{name}": row[name] for name in _ALWAYS if is_number(row.get(name))}
     if "analysis" in row:
         return {**values, **_leaves(row["analysis"], "analysis")}
