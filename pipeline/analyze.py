@@ -70,7 +70,6 @@ def run(args: argparse.Namespace) -> None:
         check_data(args.data)
 
     console.install()
-    # Imported only now: PyTorch takes seconds to import, and --help must not wait for it.
     with console.stage("loading the libraries"), interrupted_later():
         from pipeline.analysis.session import Options, analyze, read_subject
         from pipeline.analysis.writing import prepare_output

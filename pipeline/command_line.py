@@ -172,9 +172,8 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         _fail(f"error: {sys.executable} has no package {error.name!r}: {use}.")
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if lacks_memory(error):
-            reason = first_line(error)
             _fail(
-                f"error: there is not enough memory ({reason}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
+                f"error: there is not enough memory ({first_line(error)}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
                 1,  # not USER_ERROR: another start may find more memory
             )
         if isinstance(error, BrokenPipeError):

@@ -72,7 +72,6 @@ def run(args: argparse.Namespace) -> None:
     if args.data:
         check_data(args.data)
 
-    # Imported only now: PyTorch takes seconds, and --help must not wait for it.
     with console.stage("loading the libraries"), interrupted_later():
         from pipeline.cluster.rendezvous import disconnect
         from pipeline.config.values import parse_switches

@@ -93,11 +93,8 @@ def native_bf16(device: torch.device) -> tuple[bool, str]:
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """Peak FLOP/s of one rank's device.
-
-    Emulated bf16 is measured against the fp32 peak, since it runs on fp32 instructions: the utilization stays below 100 %.
-    Returns FLOP/s, and the source of the figure ("data sheet" or "measured").
-    """
+    """Peak FLOP/s of one rank's device, and the source of the figure ("data sheet" or "measured"). Emulated bf16 is measured against
+    the fp32 peak, since it runs on fp32 instructions: the utilization stays below 100 %."""
     import torch
 
     if device.type == "cuda" and precision == "bf16":

@@ -51,8 +51,6 @@ def main() -> int:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code. Collective."""
     check_arguments(args)
-
-    # Imported only now: PyTorch takes seconds, and --help must not wait for it.
     from pipeline.logs.console import stage
 
     with stage("loading the libraries"), interrupted_later():

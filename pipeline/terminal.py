@@ -95,11 +95,8 @@ def duration(seconds: float) -> str:
 
 
 class Stage:
-    """A context in which something takes a while: on a terminal a line counts its seconds, in a file there is one every 5 s,
-    unless PERVIT_QUIET is set.
-
-    Like a bar it is on stderr, and gone when it ends. ``shown=False`` is for all processes but the first.
-    """
+    """A context in which something takes a while: on a terminal a line on stderr counts its seconds until it ends, in a file there
+    is one every 5 s, unless PERVIT_QUIET is set. ``shown=False`` is for all processes but the first."""
 
     def __init__(self, what: str, shown: bool = True) -> None:
         self._what, self._shown, self._over = what, shown, threading.Event()

@@ -23,10 +23,7 @@ model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any process: all save w
 
 
 def main() -> int:
-    """Parse the command line, load the config, train; returns the exit code.
-
-    All that can be is validated before the slow import of PyTorch and DeepSpeed.
-    """
+    """Train as asked; returns the exit code. All that can be is validated before the slow import of PyTorch and DeepSpeed."""
     from pipeline.config.loading import override_parser
 
     parser = override_parser("pipeline.train", __doc__, _KEYS)
