@@ -95,15 +95,12 @@ class GatedPositionalSelfAttention(PositionalSelfAttention):
     of Eq. 6 is omitted because the rows of both terms, and so of their weighted sum, add up to 1.
 
     Probes: ``attention`` (B, heads, N, N); ``position`` (heads, N, N); ``gate`` (heads,), s as applied.
-
-    Attributes:
-        test_gate: replaces σ(λ) in eval mode: 1 masks content, 0 masks position (Table 6); None: σ(λ).
     """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__(width, heads)
         self.gating = nn.Parameter(torch.ones(heads))  # λ
-        self.test_gate: float | None = None
+        self.test_gate: float | None = None  # instead of σ(λ) in eval mode: 1 masks content, 0 masks position (Table 6)
 
     def gate(self) -> Tensor:
         """The gate s: (heads,)."""

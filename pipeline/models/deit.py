@@ -11,6 +11,7 @@ has the same rate in every block.
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -189,11 +190,8 @@ class DeiT3(ClassTokenModel):
         switches, settings = switches or DeiT3Switches(), ModelOptions(**options)
         rates = [settings.drop_path] * (2 * layout.depth)  # two branches per block
         super().__init__(layout, switches, settings, rates, PositionEmbedding(settings.image_size, 0, layout.width))
-        attentions = (SelfAttention(layout.width, layout.heads) for _ in range(layout.depth))
-        initial = switches.layer_scale
-        self.blocks = ModuleList(
-            Block(attention, layout) if initial is None else ScaledBlock(attention, layout, initial) for attention in attentions
-        )
+        block = Block if switches.layer_scale is None else partial(ScaledBlock, initial=switches.layer_scale)
+        self.blocks = ModuleList(block(SelfAttention(layout.width, layout.heads), layout) for _ in range(layout.depth))
         self.add_classifier(settings.num_classes)
 
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:

@@ -265,7 +265,6 @@ def _config(name: str) -> dict[str, Any]:
     return shape | stem | {"classifier": "head", "license": "apache-2.0"}
 
 
-_names = [name for name in list_models() if ":" not in name]
-default_cfgs = generate_default_cfgs({name: _config(name) for name in _names})
-for _name in _names:
+default_cfgs = generate_default_cfgs({name: _config(name) for name in list_models()})
+for _name in list_models():
     globals()[_name] = register_model(_entrypoint(_name))

@@ -127,9 +127,9 @@ def _wrapped_entry(name: str) -> ModelEntry:
 def check_trusted(name: str, source: object) -> None:
     """See that a file, ``source``, may name the model: code of ``module:build`` runs only if the user has named it too. Raises
     UserError: the environment does not have it."""
-    if name not in list_models() and name not in installed_models() and import_path(name):
-        if name not in os.environ.get(TRUSTED, "").split(","):
-            raise UserError(f"{source} is of the model {name}, whose code would run", f"set {TRUSTED}={name} if you trust it")
+    trusted = {*list_models(), *installed_models(), *os.environ.get(TRUSTED, "").split(",")}
+    if name not in trusted and import_path(name):
+        raise UserError(f"{source} is of the model {name}, whose code would run", f"set {TRUSTED}={name} if you trust it")
 
 
 def model_of(config: Config) -> VisionModel:

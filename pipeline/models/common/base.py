@@ -37,7 +37,6 @@ class VisionModel(nn.Module):
     Args:
         drop_path_rates: probability of dropping each residual branch, in order of execution.
         activation_checkpointing: :meth:`run_block` recomputes activations in the backward pass.
-        switches: the family's ablation switches.
 
     Attributes:
         strides, widths: pixels per cell and channels of each feature map. Empty in a classifier.
@@ -235,17 +234,12 @@ class VisionModel(nn.Module):
 
 
 def as_features(model: AnyModel) -> AnyModel:
-    """Turn a classifier into its feature form, in place: ``model(images)`` is then the list of its feature maps.
+    """Turn a classifier, of ``create_model`` or ``load``, into its feature form, in place: ``model(images)`` is then the list of its
+    feature maps, and ``strides`` and ``widths`` are set. A feature form is returned as it is.
 
     The head goes. All other parameters stay, under their names. Each map but the last gets a LayerNorm of its own, which starts
     as plain normalization, as the backbones of Swin Transformer (Liu et al., ICCV 2021) have them; the last map has the
     classifier's. Images may have any size that the stem divides: learned position embeddings are resampled to it.
-
-    Args:
-        model: from ``create_model`` or ``load``. A feature form is returned as it is.
-
-    Returns:
-        ``model``, with ``strides`` and ``widths``.
     """
     if model.strides:
         return model

@@ -113,8 +113,7 @@ class Block(nn.Module):
         self.attn = attention
         self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
         self.mlp = MLP(width, layout.mlp_ratio * width, width)
-        for module in self.modules():
-            init_linear(module)
+        self.apply(init_linear)
 
     def forward(self, x: Tensor, branch_scales: Tensor | None, position: Any = None) -> Tensor:
         x = x + scale_branch(self.attn(self.norm1(x), position), branch_scales, 0)

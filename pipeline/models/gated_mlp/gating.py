@@ -149,9 +149,5 @@ def run_in_windows(
 
     In the feature form, whose grids have hundreds of windows, there is a map for each kind of window only.
     """
-    runs: Runs | None = None
-    if model.strides:
-        connected, runs = tiling.connected_kinds(x.device)
-    else:
-        connected = tiling.connected(x.device)
+    connected, runs = tiling.connected_kinds(x.device) if model.strides else (tiling.connected(x.device), None)
     return tiling.join(model.run_block(block, tiling.split(x), scales, connected, noise, runs))

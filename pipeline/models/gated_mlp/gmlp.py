@@ -36,8 +36,7 @@ class GMLP(VisionModel):
     Raises UserError: ``image_size`` or the groups do not fit.
 
     Args:
-        width: channels of a token.
-        ratio: the gating units have ``ratio * width`` input channels.
+        width, ratio: see :class:`~pipeline.models.gated_mlp.gating.GatedBlock`.
         options: ``image_size``: a multiple of 16; ``forward`` takes no other size, because there is a mixing weight per pair of
             tokens, but in the feature form. ``drop_path``: of all blocks.
     """

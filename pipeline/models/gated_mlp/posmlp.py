@@ -187,8 +187,7 @@ class PosMLP(VisionModel):
         for i, (depth, ratio) in enumerate(zip(DEPTHS, RATIOS)):
             before, channels = merging(width * 2 ** (i - 1)) if i else nn.Identity(), width * 2**i
             block = partial(GatedBlock, channels, ratio, windows[i], groups[i], switches, POSMLP_CODE, switches.block_dropout)
-            blocks = [block() for _ in range(depth)]
-            self.stages.append(Stage(before, blocks, windows[i]))
+            self.stages.append(Stage(before, [block() for _ in range(depth)], windows[i]))
         self.norm = nn.LayerNorm(channels, eps=NORM_EPS)
         self.head = nn.Linear(channels, settings.num_classes)
         self.apply(partial(init_linear, convolutions=True))

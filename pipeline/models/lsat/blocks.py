@@ -62,10 +62,6 @@ SHIFTS_32 = ShiftSet(
 class ShiftEmbedding(nn.Module):
     """Patch embeddings of T shifted images (Sec. 3.1), with a convolution per shift or a shared one.
 
-    Args:
-        shift_set: T shifts.
-        projections: T convolutions, or a single one.
-
     ``forward``: (B, 3, H, W) -> (B, N, T, width), N patches in row-major order.
     """
 

@@ -197,8 +197,7 @@ def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbeddi
     convolutions = len(shifts)
     if switches.shift_by == "translation":
         shift_image, convolutions = translate, 1
-    projections = [nn.Conv2d(3, width, *shape) for _ in range(convolutions)]
-    return ShiftEmbedding(ShiftSet(shifts, shift_image), projections)
+    return ShiftEmbedding(ShiftSet(shifts, shift_image), [nn.Conv2d(3, width, *shape) for _ in range(convolutions)])
 
 
 def _make_level(layout: LSATLayout, level: int, image_size: int, variants: int, switches: LSATSwitches) -> Level:

@@ -60,9 +60,7 @@ class PerViTSwitches(Switches):
     @property
     def phi_design(self) -> PhiDesign | None:
         """Architecture and initialization of Φp; None without Φp."""
-        if not self.phi_p:
-            return None
-        return PhiDesign(self.phi_p_distance, self.phi_p_neighbours, self.phi_p_layers, self.phi_p_init)
+        return PhiDesign(self.phi_p_distance, self.phi_p_neighbours, self.phi_p_layers, self.phi_p_init) if self.phi_p else None
 
 
 @dataclass(frozen=True)
@@ -175,8 +173,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, log_phi: Tensor | None, grid: tuple[int, int], branch_scales: Tensor | None) -> Tensor:
         image = x.transpose(1, 2).unflatten(2, grid)  # (B, width, rows, columns)
         position_aware = self.cpe(image).flatten(2).transpose(1, 2)  # (B, N, width)
-        attended = self.attn(self.norm1(position_aware), log_phi)
-        x = x + scale_branch(attended, branch_scales, 0)
+        x = x + scale_branch(self.attn(self.norm1(position_aware), log_phi), branch_scales, 0)
         return self.residual(x) + scale_branch(self.mlp(self.norm2(x)), branch_scales, 1)
 
 

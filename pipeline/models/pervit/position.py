@@ -153,7 +153,6 @@ class PeripheralPosition(nn.Module):
             bias goes linearly from -5 (local) in the first layer to 4 (global) in the last, its weight from 3 to 0.01.
             "conv": -5 and 3 in all layers. "random": all parameters; the paper does not name the distribution. Projections
             keep PyTorch's initialization, weights and biases of the norms are drawn from N(0, 1).
-        design: the network.
     """
 
     def __init__(self, heads: int, layer: int, depth: int, design: PhiDesign = PUBLISHED) -> None:

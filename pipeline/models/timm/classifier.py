@@ -200,8 +200,7 @@ class TimmClassifier(WrappedClassifier):
         """Weights under timm's names, the authors' or ours (``net.`` before timm's) through timm's own filter, which renames and resamples
         what this model needs. Raises UserError: the filter fails on them."""
         plain = {name.removeprefix(NET): value for name, value in weights.items()}
-        convert = self._checkpoint_filter()
-        if convert is not None:
+        if convert := self._checkpoint_filter():
             try:
                 plain = convert(dict(plain), self.net)
             except Exception as error:  # of timm's code, on names or shapes that it does not expect
@@ -238,7 +237,7 @@ def build_wrapped(
     :class:`~pipeline.models.common.base.ModelOptions`."""
     settings, given = ModelOptions(**options), dict(switches.model_extra or {})
     asked = (name, settings.num_classes, settings.image_size, settings.drop_path, given)
-    trial = try_out(*asked, checked)
+    trial = try_out(checked, *asked)
     if settings.drop_path and not trial.branches:
         problem = f"model.drop_path is {settings.drop_path}, but {name} has no stochastic depth"
         raise UserError(problem, "set model.drop_path=0")

@@ -29,9 +29,8 @@ _RESERVED = {  # arguments of timm.create_model that a switch must not set -> wh
         ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay"), "train.init_from=timm:NAME.TAG takes timm's weights"
     ),
     "checkpoint_path": "train.init_from takes a file",
-    "cache_dir": "it does not describe the model",
     **dict.fromkeys(("features_only", "out_indices"), "a classifier is trained"),
-    **dict.fromkeys(("scriptable", "exportable", "no_jit"), "it does not describe the model"),
+    **dict.fromkeys(("cache_dir", "scriptable", "exportable", "no_jit"), "it does not describe the model"),
     "device": "the run chooses the device",
     "dtype": "train.precision sets it",
 }
@@ -125,9 +124,7 @@ def arguments_of(name: str) -> dict[str, Any]:
     return {key: parameter.default for key, parameter in parameters.items() if key not in hidden}
 
 
-def try_out(
-    name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any], make: Maker = build_network
-) -> Trial:
+def try_out(make: Maker, name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> Trial:
     """Make the network once more and give it two blank images, in training and in evaluation mode.
 
     On the meta device, which computes nothing; on the CPU if the network does not work there. PyTorch's generator is left as it
