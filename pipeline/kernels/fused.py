@@ -152,18 +152,12 @@ def _gradients(
 attention = make_operator(NAME, _attention, mutates_args=())
 gradients = make_operator(f"{NAME}_backward", _gradients, mutates_args=())
 attention.register_fake(_checked)
-
-
-@gradients.register_fake
-def _(
-    qkv: Tensor, log_phi: Tensor, out: Tensor, log_sums: Tensor, dout: Tensor, head_dim: int, phi_learns: bool
-) -> tuple[Tensor, Tensor]:
-    return qkv.new_empty(qkv.shape), log_phi.new_empty(log_phi.shape if phi_learns else 0)
+# The last argument is ``phi_learns``.
+gradients.register_fake(lambda qkv, phi, *rest: (qkv.new_empty(qkv.shape), phi.new_empty(phi.shape if rest[-1] else 0)))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, head_dim = inputs
-    ctx.head_dim = head_dim
+    *tensors, ctx.head_dim = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*tensors, *output)
