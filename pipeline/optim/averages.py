@@ -23,16 +23,12 @@ class WeightAverage:
     Each rank averages the weights that it holds: all of them, or its shard of each under ZeRO-3. Buffers of floating point, such
     as BatchNorm's running statistics, are averaged likewise, in full on every rank; integer ones are the model's own. timm's
     ``ModelEma``, which the papers' code uses, averages all buffers too.
-
-    Attributes:
-        averages: by parameter name, each with the shape of this rank's share of the parameter.
-        buffers: averaged buffers by name; those of floating point that are in the model's state dict.
     """
 
     def __init__(self, engine: Engine, decay: float) -> None:
         self.decay = decay
         self._engine = engine
-        self.averages = {name: weight.clone() for name, weight in self._held()}
+        self.averages = {name: weight.clone() for name, weight in self._held()}  # by name, each as large as this rank's share
         self._flat: tuple[Tensor, Tensor] | None = None  # all averages and all weights that change
         if isinstance(engine, PlainEngine):
             flat = engine.flat
@@ -107,12 +103,8 @@ class StepStatistics:
         if not self._norms:
             return
         # All running statistics become views of one tensor, (F,), and all counts of batches of another, (norms,).
-        statistics, counts = [], []
-        for norm in self._norms:
-            mean, variance, batches = _buffers(norm)
-            statistics += [mean, variance]
-            counts.append(batches)
-        self._now = [_joined(statistics), _joined(counts)]
+        own = [_buffers(norm) for norm in self._norms]
+        self._now = [_joined([each for buffers in own for each in buffers[:2]]), _joined([buffers[2] for buffers in own])]
         self._before = [now.clone() for now in self._now]  # as they were before the step
         # (F,); no model has None, which is a cumulative average
         self._rates = torch.cat([torch.full_like(b, norm.momentum or 0.0) for norm in self._norms for b in _buffers(norm)[:2]])

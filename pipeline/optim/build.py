@@ -87,7 +87,6 @@ def learning_rate(step: int, steps_per_epoch: float, epochs: float, global_batch
         steps_per_epoch: may be fractional: epochs follow each other without a gap.
         epochs: where the cosine ends; from there on the rate is ``min_lr``.
         global_batch_size: the peak is ``lr * global_batch_size / lr_batch_size``, the linear scaling rule (Goyal et al., 2017).
-        config: warm-up, peak and end of the schedule.
     """
     peak = config.lr * global_batch_size / config.lr_batch_size
     warmup, total = config.warmup_epochs * steps_per_epoch, epochs * steps_per_epoch

@@ -103,8 +103,7 @@ def build_engine(model: Model, config: Config, world: World, optimizer: torch.op
     model.to(world.device)
     optimizer = optimizer or build_optimizer(model, config.optim)
     if zero_stage(config, world.size) == 0:
-        joined = optimizer_description(config.optim).takes_slices
-        plain: Any = PlainEngine(model, optimizer, joined, config, world)
+        plain: Any = PlainEngine(model, optimizer, optimizer_description(config.optim).takes_slices, config, world)
         return _placed(plain, world)
     with quiet_deepspeed():
         import deepspeed
@@ -161,12 +160,6 @@ def micro_batches(engine: Engine, count: int | None = None) -> Iterator[int]:
             if count:
                 engine.set_gradient_accumulation_boundary(number == count - 1)
             yield number
-
-
-def prepare(engine: Engine, images: Tensor, noise: Tensor | None) -> None:
-    """Let an engine look at the first micro-batch of a start, within :func:`micro_batches`; it does nothing at the others."""
-    if isinstance(engine, PlainEngine):
-        engine.prepare(images, noise)
 
 
 @contextmanager

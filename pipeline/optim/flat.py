@@ -29,20 +29,12 @@ class Part:
 
 
 class FlatParameters:
-    """The trained parameters, of which each becomes a view of ``weights``. What pads them is zero and stays so.
-
-    Attributes:
-        parameters: in the order of the layout.
-        begins: each parameter's first element in the flat tensors.
-        weights, gradients: (n,) float32; n is a multiple of ``_ROW``.
-        groups: for each parameter group its first element and the one after its last.
-        parts: of the layout, in its order.
-    """
+    """The trained parameters, of which each becomes a view of ``weights``. What pads them is zero and stays so."""
 
     def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        self.parameters: list[nn.Parameter] = []
-        self.begins: dict[nn.Parameter, int] = {}
-        self.groups, size = [(0, 0)] * len(param_groups), 0
+        self.parameters: list[nn.Parameter] = []  # in the order of the layout
+        self.begins: dict[nn.Parameter, int] = {}  # first element of each in the flat tensors
+        self.groups, size = [(0, 0)] * len(param_groups), 0  # first element of each group, and the one after its last
         for number in sorted(range(len(param_groups)), key=lambda number: _place(param_groups[number])):
             begin = size
             for parameter in reversed(param_groups[number]["params"]):
@@ -51,7 +43,7 @@ class FlatParameters:
                 size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
             self.groups[number] = begin, size
         size, like = -(-size // _ROW) * _ROW, self.parameters[0]
-        self.weights = torch.zeros(size, dtype=torch.float32, device=like.device)
+        self.weights = torch.zeros(size, dtype=torch.float32, device=like.device)  # (n,), as the gradients
         self.gradients = torch.zeros_like(self.weights)
         for parameter, view in zip(self.parameters, self.views(self.weights)):
             view.copy_(parameter.data)

@@ -31,8 +31,12 @@ class ImportedOptimizer(OptimizerDescription):
     checkpoint cannot hold."""
 
     def __init__(self, config: OptimConfig) -> None:
-        self._config, self._class = config, _imported(config.name)
-        self.title = self._class.__name__
+        self._config, found = config, import_named("optim.name", config.name, "a class that can be imported, as module:Class")
+        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+            problem = f"optim.name must be a subclass of torch.optim.Optimizer, got {config.name} ({type(found).__name__})"
+            raise UserError(problem, "name a class, such as torch.optim:NAdam")
+        self._class: Any = found
+        self.title = found.__name__
         parameters = inspect.signature(self._class).parameters.values()
         self.decays = any(p.name == "weight_decay" or p.kind == p.VAR_KEYWORD for p in parameters)
         with ExitStack() as stack:  # a plan traces with tensors that are fake
@@ -163,14 +167,6 @@ def imported_optimizer(config: OptimConfig) -> ImportedOptimizer:
 @functools.cache
 def _described(name: str, options: str) -> ImportedOptimizer:
     return ImportedOptimizer(OptimConfig(name=name, options=yaml.safe_load(options)))
-
-
-def _imported(name: str) -> Any:
-    found = import_named("optim.name", name, "a class that can be imported, as module:Class")
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        problem = f"optim.name must be a subclass of torch.optim.Optimizer, got {name} ({type(found).__name__})"
-        raise UserError(problem, "name a class, such as torch.optim:NAdam")
-    return found
 
 
 def _flattened(tensors: list[Any]) -> Tensor:

@@ -32,9 +32,6 @@ class PlainEngine(Generic[Model]):
     Args:
         optimizer: its groups have the model's trained parameters.
         joined: whether each group may become one flat parameter, as it may for optimizers that ZeRO may slice.
-
-    Attributes:
-        flat: weights and gradients.
     """
 
     def __init__(self, model: Model, optimizer: torch.optim.Optimizer, joined: bool, config: Config, world: World) -> None:
@@ -246,9 +243,6 @@ class Bf16Copies:
     Args:
         model: in training mode.
         images, noise: of a micro-batch, whose first images a forward pass is tried with under autocast. Nothing of it stays.
-
-    Attributes:
-        leaves: copies by the number of their parameter in the layout.
     """
 
     def __init__(self, model: nn.Module, flat: FlatParameters, images: Tensor, noise: Tensor | None) -> None:
@@ -262,6 +256,7 @@ class Bf16Copies:
         cast, self._weights = _only_cast(scores.grad_fn), flat.weights
         self._flat = torch.empty_like(flat.weights, dtype=torch.bfloat16)
         views = zip(flat.parameters, flat.views(self._flat))
+        # Copies by the number of their parameter in the layout.
         self.leaves = {number: nn.Parameter(view) for number, (weight, view) in enumerate(views) if weight in cast}
         copies = {flat.parameters[number]: copy for number, copy in self.leaves.items()}
         self._places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # a module's parameters, name, weight, copy

@@ -62,10 +62,8 @@ def binary_cross_entropy(
     """Mean over images and classes, () float32, of the binary cross entropy, each class a question of its own
     (Wightman et al., "ResNet strikes back", 2021).
 
-    DeiT III (Touvron et al., ECCV 2022) asks whether a class is in the picture at all: threshold 0, so that both labels of a mixed
-    image count fully. With None, the shares of the mixture are the targets.
-
-    Targets above ``threshold`` become 1, the others 0; None: they stay as they are.
+    Targets above ``threshold`` become 1, the others 0. DeiT III (Touvron et al., ECCV 2022) asks whether a class is in the picture at
+    all: threshold 0, so that both labels of a mixed image count fully. With None, the shares of the mixture are the targets.
     """
     spread = label_smoothing / scores.shape[-1]
     classes = torch.arange(scores.shape[-1], device=scores.device)

@@ -18,7 +18,7 @@ from pipeline.loader.loader import Batch
 from pipeline.metrics import record
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.averages import StepStatistics, WeightAverage
-from pipeline.optim.engine import Engine, micro_batches, optimizer_step, prepare, set_learning_rate, was_taken
+from pipeline.optim.engine import Engine, PlainEngine, micro_batches, optimizer_step, set_learning_rate, was_taken
 from pipeline.step.loss import Objective
 from pipeline.stream.philox import Stream, random_words, uniforms
 
@@ -119,7 +119,8 @@ def compute_step(
     state.batchnorm.begin()
     for number in micro_batches(engine, count):
         batch, noise = micro_batch()
-        prepare(engine, batch.images, noise)
+        if isinstance(engine, PlainEngine):
+            engine.prepare(batch.images, noise)  # does nothing after the first micro-batch of a start
         if before_forward:
             before_forward(batch, noise)
         state.batchnorm.micro_batch(number)
