@@ -59,10 +59,8 @@ class ShardSet(Samples):
         self.folder, self.split = source.folder, split
         manifest = source.manifest
         if split not in manifest.splits:
-            problem = (
-                f"{self.folder} must have the split {split!r}, but {MANIFEST} lists only {', '.join(sorted(manifest.splits))}"
-            )
-            raise UserError(problem, _advice(self.folder, split))
+            listed = f"{MANIFEST} lists only {', '.join(sorted(manifest.splits))}"
+            raise UserError(f"{self.folder} must have the split {split!r}, but {listed}", _advice(self.folder, split))
         self.classes, self.named = manifest.classes, manifest.class_names
         self.class_names = manifest.class_names or manifest.classes
         self.info = manifest.splits[split]

@@ -7,7 +7,6 @@ import logging
 import netrc
 import os
 from base64 import b64encode
-from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -61,8 +60,8 @@ def _google_emulator(client: dict[str, Any]) -> dict[str, Any]:
     if not host:
         return {}
     client["allow_http"] = True
-    provider: Callable[[], dict[str, Any]] = lambda: {"token": "emulator", "expires_at": None}  # noqa: E731
-    return {"base_url": host if "://" in host else f"http://{host}", "credential_provider": provider}
+    url = host if "://" in host else f"http://{host}"
+    return {"base_url": url, "credential_provider": lambda: {"token": "emulator", "expires_at": None}}
 
 
 def _has_profile() -> bool:
