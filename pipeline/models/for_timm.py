@@ -6,9 +6,8 @@
     timm.create_model("pervit_t", num_classes=10, img_size=64, drop_path_rate=0.1)
     timm.create_model("local-dir:FOLDER", pretrained=True)  # what `pervit export --format timm` wrote
 
-A model is this project's own, with the attributes and methods that users of timm expect: ``num_features``, ``forward_features``,
-``forward_head``, ``forward_intermediates``, ``get_classifier``, ``reset_classifier``. ``features_only=True`` gives its feature maps. The
-ablation switches are an argument, ``switches``.
+A model is this project's own, with the attributes and methods that users of timm expect (:class:`TimmModel`). ``features_only=True``
+gives its feature maps. The ablation switches are an argument, ``switches``.
 """
 
 import math
@@ -142,13 +141,10 @@ class TimmModel(VisionModel):
         self.unpooled = global_pool == "" and not num_classes
         if global_pool not in (None, self.global_pool):
             raise UserError(f"global_pool is {global_pool!r}, but this model has {self.global_pool!r} alone", "leave it out")
-        like = self.norm.weight
+        width, like = self.num_features, self.norm.weight
         self.num_classes = num_classes
-        if num_classes:
-            self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
-            init_linear(self.head)
-        else:
-            self.head = NoHead(self.num_features)
+        self.head = nn.Linear(width, num_classes, device=like.device, dtype=like.dtype) if num_classes else NoHead(width)
+        init_linear(self.head)
         self.head.train(self.training)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

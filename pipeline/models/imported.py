@@ -66,12 +66,6 @@ def call(path: str, name: str, num_classes: int, image_size: int, drop_path: flo
 def _checked(path: str, name: str, *asked: Any) -> nn.Module:
     """A network that a run can save, and continue with another one of the same function."""
     net, again = call(path, name, *asked), call(path, name, *asked)
-    if problem := _misfit(net, again):
-        raise UserError(f"{name} {problem}", _REMEDY)
-    return net
-
-
-def _misfit(net: nn.Module, again: nn.Module) -> str | None:
     every, state = dict(net.named_parameters(remove_duplicate=False)), net.state_dict()
     tensors = {**every, **dict(net.named_buffers(remove_duplicate=False))}
     known = {key for key, _ in net.named_parameters()} | {key for key, _ in net.named_buffers()}
@@ -88,5 +82,7 @@ def _misfit(net: nn.Module, again: nn.Module) -> str | None:
         ],
     }.items():
         if found:
-            return words.format(found[0])
-    return None if any(value.requires_grad for value in every.values()) else "has no parameters that learn"
+            raise UserError(f"{name} {words.format(found[0])}", _REMEDY)
+    if not any(value.requires_grad for value in every.values()):
+        raise UserError(f"{name} has no parameters that learn", _REMEDY)
+    return net

@@ -102,17 +102,12 @@ def check_name(name: str) -> None:
 
 
 def model_entry(name: str) -> ModelEntry:
-    """The registry entry of a model; UserError for an unknown name."""
+    """The registry entry of a model. Raises UserError: an unknown name, or one of timm's, and timm does not load."""
     check_name(name)
-    if name not in list_models():
-        return _wrapped_entry(name)
-    if name not in registered:
-        importlib.import_module(f"pipeline.models.{_MODULE_OF[name]}")
-    return registered[name]
-
-
-def _wrapped_entry(name: str) -> ModelEntry:
-    """The entry of a model of timm, or of somebody else's code; UserError: timm does not load."""
+    if name in list_models():
+        if name not in registered:
+            importlib.import_module(f"pipeline.models.{_MODULE_OF[name]}")
+        return registered[name]
     from pipeline.models.imported import build_imported  # imported late, with PyTorch
     from pipeline.models.timm.classifier import TimmSwitches, build_timm, import_timm
 

@@ -135,10 +135,8 @@ def project_distances(distance: Tensor, scale: Tensor, offset: Tensor, weight: T
 
 def scaled(distance: Tensor, scale: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Kernel (out, 1 or channels, k, k) and bias (out,) by which the distances themselves are convolved."""
-    if distance.shape[1] == 1:
-        kernel = torch.einsum("oiyx,i->oyx", weight, scale)[:, None]
-    else:
-        kernel = weight * scale[:, None, None]
+    one_map = distance.shape[1] == 1
+    kernel = torch.einsum("oiyx,i->oyx", weight, scale)[:, None] if one_map else weight * scale[:, None, None]
     return kernel, bias + torch.einsum("oiyx,i->o", weight, offset)
 
 

@@ -186,13 +186,10 @@ class WrappedClassifier(VisionModel):
 
 
 class TimmClassifier(WrappedClassifier):
-    """A classifier of timm."""
-
     library = "timm"
 
     @staticmethod
     def heads(net: Any, num_classes: int) -> Sequence[str]:
-        """See the base class."""
         names = net.pretrained_cfg.get("classifier") or ()
         return [names] if isinstance(names, str) else names
 

@@ -23,17 +23,13 @@ _CLOSEST = 5  # tensors that may differ in a hint
 def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tensor]) -> VisionModel:
     """Load a state dict under the authors' names strictly into a model from ``create_model``; a feature form takes all but the
     head. Raises UserError: a name is missing, unknown or duplicate, or a shape differs."""
-    tables, pairs = model.reference_tables().keys(), model.reference_names
+    kept = names_without_head(model, state_dict.keys() - model.reference_tables().keys())
     renamed: dict[str, Tensor] = {}
-    for key, value in state_dict.items():
-        if key in tables:
-            continue
-        name = _renamed(key, pairs)
-        if model.strides and name.startswith(model.head_names):
-            continue
+    for key in (key for key in state_dict if key in kept):
+        name = _renamed(key, model.reference_names)
         if name in renamed:
             raise UserError(f"reference state dict: two keys map to {name!r} (the second is {key!r})", "remove one of them")
-        renamed[name] = value
+        renamed[name] = state_dict[key]
     own = model.state_dict()
     renamed |= {name: own[name] for name in added_names(model, renamed)}
     remedy = "pass the authors' state dict of the same model, image size and classes (of a training checkpoint, its 'model')"

@@ -106,13 +106,8 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
 
 
 def resample_positions(value: Tensor, shape: torch.Size, leading_tokens: int) -> Tensor:
-    """Resample position embeddings of a square grid to another grid size, bicubic, as in DeiT's fine-tuning.
-
-    Args:
-        value: (..., leading_tokens + n * n, D).
-        shape: of the result, (..., leading_tokens + m * m, D).
-        leading_tokens: tokens without a grid position (class token), which are copied.
-    """
+    """Resample position embeddings of a square grid, (..., leading_tokens + n * n, D), to a ``shape`` with another grid size,
+    (..., leading_tokens + m * m, D), bicubic, as in DeiT's fine-tuning. Leading tokens (class token) are copied."""
     kept, grid = value[..., :leading_tokens, :], value[..., leading_tokens:, :]
     old, new = math.isqrt(grid.shape[-2]), math.isqrt(shape[-2] - leading_tokens)
     maps = grid.reshape(-1, old, old, grid.shape[-1]).permute(0, 3, 1, 2).float()  # (variants, D, n, n)
