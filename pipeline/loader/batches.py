@@ -106,7 +106,6 @@ class TrainBatches(Batches):
 
     @property
     def epoch_length(self) -> int:
-        """Images per epoch; see :func:`~pipeline.stream.order.epoch_length`."""
         return epoch_length(images_per_epoch(self.shards), self.augment.repeats)
 
     @property

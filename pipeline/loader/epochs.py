@@ -91,9 +91,7 @@ class EpochBatches(TrainBatches):
         place = position // self.augment.repeats
         if not self.shuffle:
             return place
-        if self.weights:
-            return self.weights.sample_at(place, epoch, self.seed)
-        return super()._sample_at(position, epoch)
+        return self.weights.sample_at(place, epoch, self.seed) if self.weights else super()._sample_at(position, epoch)
 
 
 def sample_weights(sampling: Any, shards: Samples, labels: np.ndarray | None) -> Weights:

@@ -77,9 +77,8 @@ class Loader(Generic[AnyBatches]):
         self._reader = Reader(batches, self.bad, start, config.read_ahead)
         self._decoder = Decoder(self._reader, form, self._stream, threads, config.prefetch)
         self._normalization = Normalization(config.mean, config.std)
-        self._finisher: Finisher | None = None
-        if form == CPU:
-            self._finisher = Finisher(batches.batch_size, batches.image_size, config.mean, config.std, threads)
+        sizes = batches.batch_size, batches.image_size
+        self._finisher = Finisher(*sizes, config.mean, config.std, threads) if form == CPU else None
         self._finished = Ahead(lambda _: self._make(), count(), config.prefetch, 1, "finish")
         self._error: BaseException | None = None
 

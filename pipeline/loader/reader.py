@@ -122,8 +122,12 @@ class Reader(Ahead[Encoded]):
         while True:
             if not self.bad.replacement.keys().isdisjoint(asked_for.index.tolist()):
                 request = self.batches.request(number, self.bad.replacement)
-            images = self._read_sound(request.index)
-            if images is not None:
+            found = self.batches.shards.read_batch(request.index.tolist())
+            for image in found:
+                if isinstance(image, DamagedSample):
+                    self.bad.add(image)
+            images = [image for image in found if not isinstance(image, DamagedSample)]
+            if len(images) == len(found):  # otherwise the request is made again, with substitutes
                 return Encoded(number, request, images, replaced=int((request.index != asked_for.index).sum()))
 
     def _read(self, number: int) -> Encoded:
@@ -132,17 +136,6 @@ class Reader(Ahead[Encoded]):
         except StoreFails as error:
             self.failure = error
             raise
-
-    def _read_sound(self, indices: np.ndarray) -> list[np.ndarray] | None:
-        """The encoded images; None if some were found bad, so that the request must be made again with substitutes."""
-        images, sound = [], True
-        for image in self.batches.shards.read_batch(indices.tolist()):
-            if isinstance(image, DamagedSample):
-                self.bad.add(image)
-                sound = False
-            else:
-                images.append(image)
-        return images if sound else None
 
 
 def cause(report: str) -> str:

@@ -40,12 +40,10 @@ class Turns:
 
     @property
     def size(self) -> int:
-        """Batches in a turn."""
         return self.settling + self.measured
 
     @property
     def total(self) -> int:
-        """Batches in all turns."""
         return 2 * _ROUNDS * self.size
 
     def numbers(self, place: int) -> Iterator[int]:
@@ -81,11 +79,7 @@ class TrialLoader:
 
     def __next__(self) -> Batch:
         """The next batch. Raises as :meth:`Loader.__next__`."""
-        if self.decode == AUTO:
-            loader = self._trial()
-        else:
-            (loader,) = self._loaders.values()
-        return next(loader)
+        return next(self._trial() if self.decode == AUTO else self._loaders[self.decode])
 
     def close(self) -> None:
         for loader in self._loaders.values():

@@ -173,6 +173,4 @@ def _to_gray_or_rgb(image: Image.Image) -> Image.Image:
         raise Rejected(f"has 32-bit pixels (mode {image.mode}), whose range is not known: convert it to 8 or 16 bits")
     if image.mode.startswith("I"):
         return Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))  # (H, W)
-    if image.mode in ("1", "LA", "La"):
-        return image.convert("L")
-    return image.convert("RGB")
+    return image.convert("L" if image.mode in ("1", "LA", "La") else "RGB")

@@ -51,13 +51,10 @@ class CheckedImages(Samples):
         return rows
 
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
-        images: list[np.ndarray | DamagedSample] = []
-        for index in indices:
-            with self._lock:
-                image = self._coming.pop(index, None)
-            image = image or self.look(index)
-            images.append(image if isinstance(image, DamagedSample) else np.frombuffer(image.data, dtype=np.uint8))
-        return images
+        with self._lock:
+            coming = [self._coming.pop(index, None) for index in indices]
+        images = (image or self.look(index) for image, index in zip(coming, indices))
+        return [image if isinstance(image, DamagedSample) else np.frombuffer(image.data, dtype=np.uint8) for image in images]
 
 
 class ImageFolder(CheckedImages):

@@ -66,22 +66,18 @@ class MixedSet(Samples):
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
         """Each set's store is asked for its samples at the same time."""
         images: list[np.ndarray | DamagedSample] = [np.empty(0, np.uint8)] * len(indices)
-        places: dict[ShardSet, list[int]] = {}
-        for place, index in enumerate(indices):
-            places.setdefault(self._find(index)[0], []).append(place)
-        for shards, own_places in places.items():
-            for place, image in zip(own_places, shards.read_batch([self._find(indices[place])[1] for place in own_places])):
+        found = [self._find(index) for index in indices]
+        for shards in dict.fromkeys(shards for shards, _ in found):
+            places = [place for place, (its, _) in enumerate(found) if its is shards]
+            for place, image in zip(places, shards.read_batch([found[place][1] for place in places])):
                 images[place] = DamagedSample(indices[place], str(image)) if isinstance(image, DamagedSample) else image
         return images
 
     def will_need(self, runs: list[tuple[int, int]]) -> None:
         """No run spans two sets."""
-        runs_of: dict[ShardSet, list[tuple[int, int]]] = {}
-        for first, count in runs:
-            shards, begin = self._find(first)
-            runs_of.setdefault(shards, []).append((begin, count))
-        for shards, own_runs in runs_of.items():
-            shards.will_need(own_runs)
+        found = [(*self._find(first), count) for first, count in runs]
+        for shards in dict.fromkeys(shards for shards, _, _ in found):
+            shards.will_need([(begin, count) for its, begin, count in found if its is shards])
 
     def take_counts(self) -> dict[str, int] | None:
         counts = [found for shards in self.sets if (found := shards.take_counts()) is not None]

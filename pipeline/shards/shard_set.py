@@ -48,10 +48,7 @@ _BLOCK = 512  # bytes: headers and data in a tar are aligned to it
 class ShardSet(Samples):
     """One split of a shard set, opened for reading; ``samples`` is a memory-mapped array (n,) of ``SAMPLE_DTYPE``. Raises
     UserError: folder, manifest, split, tar or index missing, file sizes other than in the manifest, or a damaged sample table.
-
-    Args:
-        folder, split, readers: as of :func:`open_files`.
-        cache: of the node; None: none.
+    Arguments as of :func:`open_files`; ``cache`` is the node's, if it has one.
     """
 
     def __init__(self, folder: str | os.PathLike[str], split: str, readers: int = 1, cache: ShardCache | None = None) -> None:
@@ -72,9 +69,7 @@ class ShardSet(Samples):
         self.labels: np.ndarray = self.samples["label"]  # (n,) of each image, by class of the set
         self._first_of_shard = [0, *accumulate(shard.samples for shard in self.info.shards)]  # sample numbers
         source.will_open(len(self.info.shards))
-        self.files: ShardFiles = source
-        if cache is not None:
-            self.files = CachedFiles(source, cache, self.info.shards, self.samples)
+        self.files: ShardFiles = source if cache is None else CachedFiles(source, cache, self.info.shards, self.samples)
 
     def __len__(self) -> int:
         return len(self.samples)

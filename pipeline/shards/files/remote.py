@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.files import disk_reason, file_sha256, lock_bytes, replace_file
 from pipeline.shards.files.local import Range, SourceFiles
 from pipeline.shards.manifest import MANIFEST, SAMPLE_DTYPE, SHARDER, ShardManifest
-from pipeline.stores.client import Answer, Kind
+from pipeline.stores.client import Kind
 from pipeline.stores.opening import warn_of_redirect
 from pipeline.stores.place import RemotePath
 from pipeline.stores.store import Store, Threads
@@ -178,7 +178,17 @@ class RemoteFiles(SourceFiles):
         return path
 
     def read(self, name: str, offset: int, size: int) -> memoryview:
-        return self._checked(name, self.store.read(name, offset, size))
+        """See the base class; an ``OSError`` too if the file is not that of the manifest, or of earlier answers."""
+        answer = self.store.read(name, offset, size)
+        with self._lock:
+            before = self._tags.setdefault(name, answer.version.tag)
+        expected = self._bytes.get(name, answer.size)
+        if answer.size != expected or answer.version.tag != before:
+            self.store.count(Kind.CHANGED)
+            sizes = f"it must have {expected} bytes by {MANIFEST}, got {answer.size}"
+            what = sizes if answer.size != expected else "its etag is another one"
+            raise OSError(errno.ESTALE, f"the file was replaced: {what}", str(self.folder / name))
+        return answer.data
 
     def read_many(self, ranges: list[Range]) -> list[bytes | memoryview | OSError]:
         found: list[bytes | memoryview | OSError] = [b""] * len(ranges)
@@ -210,15 +220,3 @@ class RemoteFiles(SourceFiles):
 
     def take_counts(self) -> dict[str, int]:
         return self.store.take_counts()
-
-    def _checked(self, name: str, answer: Answer) -> memoryview:
-        """The bytes of an answer; an ``OSError`` if its file is not that of the manifest, or of earlier answers."""
-        with self._lock:
-            before = self._tags.setdefault(name, answer.version.tag)
-        expected = self._bytes.get(name, answer.size)
-        if answer.size != expected or answer.version.tag != before:
-            self.store.count(Kind.CHANGED)
-            sizes = f"it must have {expected} bytes by {MANIFEST}, got {answer.size}"
-            what = sizes if answer.size != expected else "its etag is another one"
-            raise OSError(errno.ESTALE, f"the file was replaced: {what}", str(self.folder / name))
-        return answer.data
