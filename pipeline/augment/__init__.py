@@ -89,15 +89,10 @@ class BatchRequest:
 
 
 class Augmentation(ABC):
-    """An augmentation with its settings: a frozen dataclass.
+    """An augmentation with its settings: a frozen dataclass."""
 
-    Attributes:
-        stream: of its random numbers. A new augmentation takes its name, which must never be changed or reused.
-        place: of its application among those before, or those after normalization; the lowest first.
-    """
-
-    stream: ClassVar[Stream | str]
-    place: ClassVar[int]
+    stream: ClassVar[Stream | str]  # of its random numbers; a new one takes its own name, which must never be changed or reused
+    place: ClassVar[int]  # of its application among those before, or those after normalization; the lowest first
 
     @property
     def filters(self) -> int:

@@ -91,9 +91,7 @@ def biased_attention(
         scale: of the scores. Default: 1 / sqrt(head_dim).
     """
     head_dim = q.shape[-1]
-    if alignment is None:
-        alignment = _ALIGNMENT if q.is_cuda else 1
-    if padding := -head_dim % alignment:
+    if padding := -head_dim % (alignment or (_ALIGNMENT if q.is_cuda else 1)):
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
     mask = None if bias is None else bias.to(q.dtype)[None]  # (1, heads, N, N)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale or head_dim**-0.5)

@@ -54,13 +54,8 @@ class OptimizerDescription:
         return set()
 
     def temporaries(self, group: Group, size: float, split: bool) -> float:
-        """Elements of float32 that the update of a group allocates and frees again; an estimate for plans.
-
-        Args:
-            group: with ``params``.
-            size: elements of the group that this rank updates.
-            split: whether ZeRO divides the group between ranks.
-        """
+        """Elements of float32 that the update of a group, with ``params``, allocates and frees again; an estimate for plans.
+        ``size``: elements of the group that this rank updates; ``split``: whether ZeRO divides it between ranks."""
         return 0.0
 
     def matrix_flops(self, shape: tuple[int, ...]) -> float:

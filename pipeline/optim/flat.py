@@ -53,12 +53,8 @@ class FlatParameters:
     def views(self, flat: Tensor, part: Part | None = None) -> list[Tensor]:
         """A view for each parameter, or for those of a part, of a flat tensor (n,) that begins with the first of them."""
         numbers, first = (part.numbers, part.begin) if part else (range(len(self.parameters)), 0)
-        views = []
-        for number in numbers:
-            parameter = self.parameters[number]
-            begin = self.begins[parameter] - first
-            views.append(flat[begin : begin + parameter.numel()].view(parameter.shape))
-        return views
+        begins = [(each, self.begins[each] - first) for each in (self.parameters[number] for number in numbers)]
+        return [flat[begin : begin + each.numel()].view(each.shape) for each, begin in begins]
 
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of all gradients, ()."""

@@ -109,12 +109,10 @@ def _weights(source: DataNode, second: DataNode, linear: DataNode | None) -> Dat
     """
     position = source - 0.5  # in pixel indices
     d = position - second + fn.cast(position < 0, dtype=types.FLOAT)  # from the second pixel towards the third
-    constant, first, square, cube = (_constant(factors, source) for factors in _CUBIC)
+    factors = [_constant(each, source) for each in _CUBIC]
     if linear is not None:  # exact: all factors are whole numbers
-        constant, first, square, cube = (
-            cubic + linear * _constant(change, source)
-            for cubic, change in zip((constant, first, square, cube), _LINEAR - _CUBIC)
-        )
+        factors = [cubic + linear * _constant(change, source) for cubic, change in zip(factors, _LINEAR - _CUBIC)]
+    constant, first, square, cube = factors
     return fn.expand_dims(constant + d * (first + d * (square + d * cube)), axes=3)
 
 
