@@ -124,11 +124,9 @@ class TrainBatches(Batches):
         if replacement:
             index = np.array([replacement.get(sample, sample) for sample in index.tolist()])
         samples = self.shards.samples[index]
-        bilinear = None
-        if self.chosen_filters:
-            count = 1 + sum(augmentation.filters for augmentation in self.augmentations)
-            share = crop.BILINEAR_SHARE[self.data.train_interpolation]
-            bilinear = places.uniforms(Stream.INTERPOLATION, count) < share
+        count = 1 + sum(augmentation.filters for augmentation in self.augmentations)
+        share = crop.BILINEAR_SHARE[self.data.train_interpolation]
+        bilinear = places.uniforms(Stream.INTERPOLATION, count) < share if self.chosen_filters else None
         draws = {augmentation: augmentation.draw(places) for augmentation in self.augmentations}
         geometry, label = self._geometry(samples, places), samples["label"].astype(np.int64)
         return BatchRequest(index, label, places.epoch, places.position, valid, geometry, bilinear, draws)
@@ -208,9 +206,8 @@ class TrainBatches(Batches):
         blocks = self._blocks
         if self.shards.mixture:
             return self.shards.mixture.sample_at(place, epoch, self.seed, blocks)
-        if blocks is None:
-            return sample_at(place, epoch, len(self.shards), self.seed)
-        return block_sample_at(place, epoch, len(self.shards), self.seed, blocks)
+        keys = place, epoch, len(self.shards), self.seed
+        return block_sample_at(*keys, blocks) if blocks else sample_at(*keys)
 
 
 @dataclass(frozen=True, kw_only=True)

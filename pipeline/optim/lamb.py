@@ -32,8 +32,7 @@ class Lamb(SliceOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every tensor that has a gradient. Collective where parameters are split over ranks."""
         for group in self.param_groups:
-            tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
-            if tensors:
+            if tensors := [tensor for tensor in group["params"] if tensor.grad is not None]:
                 self._step_group(group, tensors)
 
     def _step_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:

@@ -213,8 +213,7 @@ class PlainEngine(Generic[Model]):
             views = self._added[1][number]
         gradients = [self._leaves[index].grad for index in part.numbers]
         for dtype in (torch.float32, torch.bfloat16):  # one operation for each type
-            pairs = [(view, found) for view, found in zip(views, gradients) if found is not None and found.dtype is dtype]
-            if pairs:
+            if pairs := [(view, found) for view, found in zip(views, gradients) if found is not None and found.dtype is dtype]:
                 torch._foreach_copy_([view for view, _ in pairs], [found for _, found in pairs])
         if unused := [view for view, found in zip(views, gradients) if found is None]:
             torch._foreach_zero_(unused)

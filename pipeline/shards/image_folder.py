@@ -75,8 +75,7 @@ class ImageFolder(CheckedImages):
         self.classes = folders if classes is None else list(classes)
         self.class_names = self.classes
         number = {name: label for label, name in enumerate(self.classes)}
-        unknown = [name for name in folders if name not in number]
-        if unknown:
+        if unknown := [name for name in folders if name not in number]:
             must = f"the folders of {self.folder} must be classes of the model ({len(self.classes)}: {first_few(self.classes)})"
             remedy = "rename or remove them, or pass images of the data set that it was trained on"
             raise UserError(f"{must}, got {len(unknown)} others ({first_few(unknown)})", remedy)

@@ -99,8 +99,7 @@ def first_difference(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
 
 def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     """Raise a ``UserError`` that names ``source`` if a value of a state dict is infinite or NaN."""
-    bad = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
-    if bad:
+    if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
         problem = f"{source} has values that are not finite in {len(bad)} of {len(weights)} tensors ({first_few(bad, 5)})"
         raise UserError(problem, "take weights of an earlier step")
 

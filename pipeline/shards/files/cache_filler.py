@@ -144,8 +144,7 @@ class Filler:
 
     def suspect(self, name: str) -> None:
         """Read a shard from its source until its copy was examined."""
-        copy = self.copies.pop(name, None)
-        if copy is not None:
+        if copy := self.copies.pop(name, None):
             self._suspects[name] = copy
             self._wake.set()
 

@@ -58,8 +58,7 @@ class CachedFiles(ShardFiles):
         """Read copies ahead, and fetch shards without a copy next."""
         lacking = []
         for name, begin, size in ranges:
-            copy = self._copies.get(name)
-            if copy is not None:
+            if copy := self._copies.get(name):
                 copy.advise(begin, size)
             else:
                 self._filler.announced.append(name)
@@ -85,8 +84,7 @@ class CachedFiles(ShardFiles):
     def _from_cache(self, name: str, offset: int, size: int) -> bytes | None:
         """Bytes of a copy; None if there is none, or it has not all of them."""
         self.fill()  # also with a full cache: the thread records what is in use
-        copy = self._copies.get(name)
-        if copy is not None:
+        if copy := self._copies.get(name):
             with suppress(OSError):
                 data = copy.read(offset, size)
                 if len(data) == min(size, max(0, self._bytes[name] - offset)):
