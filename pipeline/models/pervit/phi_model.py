@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from pipeline.errors import UserError
 from pipeline.kernels.peripheral import phi_maps, suits_kernels
-from pipeline.models.common.base import Switches, VisionModel
+from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import ModuleList, as_written
 from pipeline.models.pervit import position
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
@@ -64,12 +64,8 @@ class PhiModel(VisionModel):
     """
 
     blocks: ModuleList[Any]
-
-    def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool, switches: Switches) -> None:
-        super().__init__(drop_path_rates, activation_checkpointing, switches)
-        self.phi_design: PhiDesign | None = None
-        self._phi_cache: tuple[tuple, list[Tensor | None]] | None = None
-        self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "_phi_cache", None))
+    phi_design: PhiDesign | None = None
+    _phi_cache: tuple[tuple, list[Tensor | None]] | None = None
 
     def add_phi_inputs(self, heads: int, side: int, design: PhiDesign) -> None:
         """Create the modules shared by all layers: the scales of the distances, and the distances themselves if learned.
@@ -77,6 +73,7 @@ class PhiModel(VisionModel):
         if side < 2:
             raise UserError(f"model.image_size gives {side} x {side} patches, but Φp requires at least 2 x 2", "set it to 32")
         self.phi_design = design
+        self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "_phi_cache", None))
         if design.distance == "learned":
             self.position_vectors = position.LearnedVectors(4 * heads, (side, side), design.border)
         self.distance_scales = position.DistanceScales(4 * heads, design.init)
