@@ -79,7 +79,7 @@ class RandAugment(PixelAugmentation):
         return cls(*settings, image_size, *colors) if augment.rand_augment_ops else None
 
     @property
-    def filters(self) -> int:  # type: ignore[override]  # nobody assigns it
+    def filters(self) -> int:
         return self.layers
 
     @property
