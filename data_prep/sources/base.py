@@ -133,7 +133,8 @@ class Source(ABC):
         """A sentence for each kind of thing that is there but becomes no sample or class."""
         if self.ignored:
             yield f"ignored {other_files(self.ignored)}: an image is a JPEG, PNG, WebP, TIFF or BMP file in the folder of its class"
-        if empty := [name for name in self.empty if name not in self.class_names]:
+        kept = set(self.class_names)
+        if empty := [name for name in self.empty if name not in kept]:
             folders = counted(len(empty), "class folder")
             yield f"left out {folders} without an image ({first_few(empty)}): --keep-empty-classes makes each a class"
         if self.unlabelled:

@@ -41,10 +41,11 @@ def take_classes(source: Source, asked: str) -> Source:
         except (OSError, ValueError):
             problem = f"--classes must be numbers such as 0-99, or a readable file with a class a line, got {asked}"
             raise UserError(problem, "correct it") from None
-        if not listed or (unknown := [name for name in listed if name not in names]):
+        known, wanted = set(names), set(listed)  # there may be 100,000
+        if not listed or (unknown := [name for name in listed if name not in known]):
             problem = f"--classes {asked} must list classes of {source.path} ({first_few(names)}), got "
             raise UserError(problem + (first_few(unknown) if listed else "none"), "correct the file")
-        chosen = [number for number, name in enumerate(names) if name in set(listed)]
+        chosen = [number for number, name in enumerate(names) if name in wanted]
     kept = source.select(np.flatnonzero(np.isin(source.labels, chosen)))
     kept.class_names = [names[number] for number in chosen]
     kept.labels = np.searchsorted(chosen, kept.labels).astype(np.int32)

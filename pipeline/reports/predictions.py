@@ -42,10 +42,10 @@ class Predictions:
 
     def by_class(self) -> list[tuple[int, int, int, int]]:
         """(class, images, right, right among the first five) of each class with images, by number."""
-        labels, place = np.unique(self.label, return_inverse=True)
-        hits = self.right, (self.top5 == self.label[:, None]).any(axis=1)
-        images, right, among = (np.bincount(place, counted).astype(int).tolist() for counted in (None, *hits))
-        return list(zip(labels.tolist(), images, right, among))
+        among = (self.top5 == self.label[:, None]).any(axis=1)
+        labels, place, images = np.unique(self.label, return_inverse=True, return_counts=True)
+        sums = (np.bincount(place, found, len(labels)).astype(int).tolist() for found in (self.right, among))
+        return list(zip(labels.tolist(), images.tolist(), *sums))
 
     def confusions(self) -> list[tuple[int, int, int, float]]:
         """(label, predicted, images, share of the label's images) of every pair that was confused, the most frequent first."""
@@ -79,7 +79,8 @@ def read_predictions(path: Path) -> Predictions:
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"{path} cannot be read ({' '.join(reason.split())[:100]})", _MAKE) from None
-    if missing := [name for name in _NEEDED if name not in columns]:
+    missing = [name for name in _NEEDED if name not in columns]
+    if missing:
         raise UserError(f"{path} must have the columns {', '.join(_NEEDED)}, got no {missing[0]!r}", _MAKE)
     if not columns["file"]:
         raise UserError(f"{path} must have at least 1 image, got 0", _MAKE)

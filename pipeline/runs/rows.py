@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _END = 1 << 18  # bytes at the end of a file in which its last rows are looked for: some hundred steps
+_MOST = 1 << 24  # likewise, where few of them are steps
 _LARGEST_STEP = 2**53  # beyond it a float does not tell two steps apart
 
 Row = dict[str, Any]
@@ -55,16 +56,19 @@ def lines_left_out(count: int, name: str) -> str:
     return f"{count:,} line{'s' * (count != 1)} of {name} cannot be read and are left out."
 
 
-def last_rows(path: Path) -> list[Row]:
-    """The rows at the end of a file, some hundred of them, in its order; empty if it cannot be read."""
+def last_rows(path: Path, end: int = _END) -> list[Row]:
+    """The rows at the end of a file, some hundred of them, in its order; empty if it cannot be read. ``end``: bytes that are read; more,
+    if that is less than two steps: evaluations of 100,000 classes have rows of 600 kB."""
     try:
         with open(path, "rb") as file:
-            begin = max(0, file.seek(0, os.SEEK_END) - _END)
+            begin = max(0, file.seek(0, os.SEEK_END) - end)
             file.seek(begin)
             lines = file.read().split(b"\n")
     except OSError:
         return []
-    return [row for line in lines[1 if begin else 0 :] if (row := parse_row(line)) is not None]
+    rows = [row for line in lines[1 if begin else 0 :] if (row := parse_row(line)) is not None]
+    few = sum(kind_of(row) == "step" for row in rows) < 2
+    return last_rows(path, 8 * end) if few and 0 < begin and end < _MOST else rows
 
 
 class Tail:

@@ -125,6 +125,8 @@ def _last_step(files: RunFiles) -> int | None:
 def _pace(files: RunFiles, rows: list[Row]) -> float | None:
     first = files.newest_start["step"] + 1 if files.newest_start else 1
     taken = [row for row in rows if kind_of(row) == "step" and row["step"] >= first and is_number(row.get("time"))]
+    back = [place for place, (row, later) in enumerate(zip(taken, taken[1:]), 1) if later["time"] < row["time"]]
+    taken = taken[back[-1] :] if back else taken  # since the clock was set back
     if len(taken) < 2 or taken[-1]["step"] == taken[0]["step"]:
         return None
     return (taken[-1]["time"] - taken[0]["time"]) / (taken[-1]["step"] - taken[0]["step"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline.errors import UserError
@@ -68,3 +69,14 @@ def test_damaged_results_are_one_sentence(text: str, said: str, tmp_path: Path) 
     (tmp_path / "p.jsonl").write_text('{"file": "a"}\n[1]\n')
     with pytest.raises(UserError, match="cannot be read"):
         read_predictions(tmp_path / "p.jsonl")
+
+
+def test_a_hundred_thousand_classes() -> None:
+    """Guards against a page that takes hours, as each class's images are looked for among all."""
+    label = np.random.default_rng(0).permutation(np.repeat(np.arange(100_000), 2))
+    top1 = np.where(label % 3, label, label + 1)
+    top5 = np.stack([top1, label, label + 2, label + 3, label + 4], axis=1)
+    found = Predictions(Path("p.csv"), [""] * len(label), label, top1, top5, np.ones(top5.shape), np.ones(len(label)))
+    classes, confused = found.by_class(), found.confusions()
+    assert classes[:4] == [(0, 2, 0, 2), (1, 2, 2, 2), (2, 2, 2, 2), (3, 2, 0, 2)] and len(classes) == 100_000
+    assert len(confused) == 33_334 and confused[0] == (0, 1, 2, 1.0)

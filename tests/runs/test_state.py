@@ -121,3 +121,35 @@ def test_before_the_first_step(prepare: str, name: str, tmp_path: Path) -> None:
     assert state(run).name == name and not state(run).alive
     if name == "waiting":
         assert str(state(run)) == "not begun"
+
+
+@pytest.mark.parametrize("hours", [-3, 3])
+def test_a_clock_that_was_set(hours: int, tmp_path: Path) -> None:
+    """Guards against "-86400 s left", and against a run that hangs, or has ended, by rows of the clock before. ``hours``: ahead."""
+    run = write(tmp_path / "run", 15, START, host="node7", last_row=NOW - 20 - 3600 * hours)
+    rows = [{"step": step, "time": NOW - 20 - (18 - step), "lr": 0.1} for step in (16, 17, 18)]
+    with open(run / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    found = state(run)
+    assert found.name == "running" and found.silence == 20
+    assert found.seconds_left == 2 if hours < 0 else 2 < found.seconds_left < 3600  # until the log's end has only rows of after
+    assert state(run, NOW + 4 * 3600).name == "killed"
+
+
+def test_evaluations_of_many_classes(tmp_path: Path) -> None:
+    """Guards against a run that is "not begun" because the end of its log, as far as it is read, is within an evaluation's row: that of
+    100,000 classes has 600 kB."""
+    run = write(tmp_path / "run", 15, START, host="node7")
+    for weights in ("model", "ema"):
+        row = {
+            "step": 15,
+            "time": NOW - 19,
+            "weights": weights,
+            "top1": 1.0,
+            "class_correct": [0] * 100_000,
+            "class_count": [5] * 100_000,
+        }
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+    found = state(run)
+    assert (found.name, found.step, found.silence, found.seconds_left) == ("running", 15, 19, 5)

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from data_prep.sources import ImageFolder, open_sources, take_classes, take_subset
+from data_prep.sources.base import Entry, Source
 from pipeline.errors import UserError
 from pipeline.shards.manifest import ShardManifest
 from support.launching import run_script
@@ -102,3 +103,15 @@ def test_classes_that_there_are_not_are_one_sentence(asked: str, sentence: str, 
         Image.new("RGB", (8, 8)).save(tmp_path / letter / "0.png")
     with pytest.raises(UserError, match=sentence):
         take_classes(ImageFolder(tmp_path, "train"), asked)
+
+
+def test_half_of_a_hundred_thousand_classes(tmp_path: Path) -> None:
+    """Guards against minutes, or hours, in which each class is looked for among all."""
+    names = [f"class{number:06d}" for number in range(100_000)]
+    source = ImageFolder.__new__(ImageFolder)
+    Source.__init__(source, tmp_path, names, [Entry(name, f"{name}/1.jpg", 1) for name in names])
+    source.empty = [f"{name} without an image" for name in names]
+    (tmp_path / "half.txt").write_text("\n".join(names[::2]))
+    half = take_classes(source, str(tmp_path / "half.txt"))
+    assert half.class_names == names[::2] and len(half) == 50_000 and half.labels.tolist() == list(range(50_000))
+    assert "left out 100,000 class folders without an image (class000000 without" in " ".join(half.left_out())
