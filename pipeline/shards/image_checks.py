@@ -159,6 +159,9 @@ def _open(data: bytes, eighth: bool = False) -> Image.Image:
         raise Rejected("not an image that can be decoded") from None
     except MemoryError:
         raise
+    except Image.DecompressionBombError:
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        raise Rejected(f"has more than {most:,} pixels, the most that are decoded: make it smaller") from None
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged input
         raise Rejected(f"cannot be decoded ({' '.join(str(error).split()) or type(error).__name__})") from None
     return image

@@ -12,7 +12,7 @@ import pytest
 from nvidia.dali import pipeline_def, types
 from PIL import Image
 
-from pipeline.shards.image_checks import ImageRules, Rejected, check_decodes, prepare_image
+from pipeline.shards.image_checks import ImageRules, Rejected, StoredImage, check_decodes, prepare_image
 from support.images import encoded, picture
 
 
@@ -160,3 +160,15 @@ def test_images_that_ask_for_too_much_are_rejected(name: str) -> None:
         png[40:50] = b"\xff" * 10
     with pytest.raises(Rejected):
         prepare_image(bytes(png), ImageRules())
+
+
+def test_a_side_of_twenty_thousand_pixels() -> None:
+    """Guards against the loss of panoramas, and against another library's words about an attack for an image that is merely too large."""
+    wide = encoded(Image.new("L", (20_000, 300), 90))
+    assert prepare_image(wide, ImageRules()) == StoredImage(wide, 20_000, 300)
+    small = prepare_image(wide, ImageRules(resize_short_side=30))
+    assert (small.width, small.height) == (2_000, 30)
+    size = wide.index(b"\xff\xc0") + 5  # height and width in the frame's header
+    square = wide[:size] + (20_000).to_bytes(2, "big") * 2 + wide[size + 4 :]
+    with pytest.raises(Rejected, match="^has more than 178,956,970 pixels, the most that are decoded: make it smaller$"):
+        prepare_image(square, ImageRules())
