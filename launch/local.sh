@@ -127,7 +127,7 @@ for ((rank = 0; rank < ranks; rank++)); do
 done
 
 while [ "${#pids[@]}" != 0 ]; do
-  wait -n -p ended "${pids[@]}" $timer
+  wait -n -p ended "${pids[@]}" $timer 2> /dev/null   # bash would report a rank that was killed, by its command
   code=$?
   if [ -n "$timer" ] && [ "${ended:-}" = "$timer" ]; then end_all; exit "$code_if_late"; fi
   if [ -z "${ended:-}" ]; then             # a signal was forwarded, or all are stopped (SIGSTOP) and bash does not wait
@@ -149,10 +149,11 @@ while [ "${#pids[@]}" != 0 ]; do
       fi
     fi
     end_all
-    if [ "$rank" != 0 ] && [ "$code" != 75 ]; then   # 75: stopped by a signal, what was trained is saved
+    if [ "$code" = 137 ]; then killed=", killed (for lack of memory? see dmesg)"; else killed=; fi
+    if [ -n "$killed" ] || { [ "$rank" != 0 ] && [ "$code" != 75 ]; }; then   # 75: stopped by a signal, what was trained is saved
       if [ -s "$errors/$rank" ]; then said=:; else said=; fi
-      echo "rank $rank failed with exit code $code$said" >&2
-      cat "$errors/$rank" >&2
+      echo "rank $rank failed with exit code $code$killed$said" >&2
+      [ -z "$said" ] || cat "$errors/$rank" >&2
     fi
     exit "$code"
   fi

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from faults.nodes import Node, limited
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 
 pytestmark = pytest.mark.multiprocess
@@ -28,6 +29,8 @@ with open(os.path.join(os.environ["NOTES"], rank), "w") as file:
     json.dump({"pid": os.getpid(), **os.environ}, file)
 if what == f"rank{rank}-fails":
     sys.exit(7)
+if what == f"rank{rank}-eats":
+    kept = bytearray(1 << 30)
 if what != "all-succeed":
     time.sleep(10_000)  # longer than anybody is waited for: who has ended was ended
 """
@@ -41,10 +44,10 @@ class Launch:
         (folder / "toy.py").write_text(TOY)
         self.notes.mkdir()
 
-    def start(self, processes: object, *words: str) -> subprocess.Popen:
+    def start(self, processes: object, *words: str, **more: object) -> subprocess.Popen:
         return subprocess.Popen(
             [str(REPOSITORY / "launch" / "local.sh"), str(processes), *words],
-            cwd=self.folder, env=clean_environment(NOTES=str(self.notes)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=self.folder, env=clean_environment(NOTES=str(self.notes)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more,
         )  # fmt: skip
 
     def start_two_that_sleep(self, what: str = "sleep") -> subprocess.Popen:
@@ -162,3 +165,16 @@ def test_bad_words(words: tuple[str, ...], launch: Launch) -> None:
     assert (process.returncode, output) == (2, "")
     assert errors.startswith(f"error: the arguments must be 'N -- MODULE ARGS...', got '{' '.join(words)}'")
     assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_for_lack_of_memory(rank: int, launch: Launch) -> None:
+    """Guards against a job that ends with a number alone, or with a line of the shell's, where the kernel has killed a rank."""
+    node = Node(0, holder=None)
+    with limited(node, "memory", bytes_=256 << 20) as group:
+        process = launch.start(2, "--", "toy", f"rank{rank}-eats", preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))
+        _, errors = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 128 + signal.SIGKILL and launch.alive() == []
+    sentence = f"rank {rank} failed with exit code 137, killed (for lack of memory? see dmesg)"
+    said = [line for line in errors.splitlines() if not line.startswith("stderr of rank ")]
+    assert said == [sentence + ":" * (rank != 0)], errors
