@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 
 from pipeline.shards.files.cache import CachedShard, Partial, ShardCache, Unclaimed
 from pipeline.shards.manifest import ShardInfo
+from pipeline.shards.shard_set import ShardSet
+from support.cached_stream import digest, result_of, start_stream
 from support.launching import REPOSITORY, clean_environment
 
 SIZE = 1000
@@ -226,3 +229,24 @@ def test_users_share_what_each_may_touch() -> None:
         again = cache.claim(shard(1))
         assert isinstance(again, Partial) and again.begun == 4
         again.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(("umask", "found"), [("022", 4), ("077", 0)])
+def test_two_users_and_their_umasks(umask: str, found: int, digits_shards: Path) -> None:
+    """Guards against a second user's job that ends, trains on other samples, or takes away what the first one's has open."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.chmod(folder, 0o755)
+        shards, cache = shutil.copytree(digits_shards, folder / "shards"), folder / "cache"
+        cache.mkdir()
+        os.chmod(cache, 0o1777)
+        users = ("--umask", umask, "--user")
+        first = result_of(start_stream(shards, cache, "--fill", *users, 65534))
+        second = result_of(start_stream(shards, cache, *users, 65533))
+        assert first["digest"] == second["digest"] == digest(ShardSet(shards, "train"))
+        assert (first["cached"], first["warnings"]) == (4, "") and second["found"] == found
+        refused = "has a shard that cannot be opened (" in second["warnings"]
+        assert refused == (found == 0) and ("Permission denied); it is read from its source." in second["warnings"]) == refused
+        left = [path.stat() for path in cache.iterdir()]
+        assert [(about.st_uid, about.st_mode & 0o777) for about in left] == [(65534, 0o666 & ~int(umask, 8))] * 4

@@ -1,9 +1,10 @@
 """A job that reads passes over a shard set through a node's cache: run as a program, several at a time.
 
     python tests/support/cached_stream.py SHARDS CACHE [--passes N] [--chunk BYTES] [--delay SECONDS] [--hang BYTES] [--fill] [--offline]
+        [--user ID --umask OCTAL]
 
 ``--chunk`` has shards fetched in small steps, ``--delay`` slows each step, and ``--hang`` fetches no further than that, though the job
-lives on; ``--fill`` goes on until all shards are in the cache; ``--offline`` has no source. A line on stdout says that the first pass
+lives on; ``--fill`` goes on until all shards are in the cache; ``--offline`` has no source; ``--user`` becomes another user first. A line on stdout says that the first pass
 has begun; the last one is JSON with a digest of the stream and counts.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -68,7 +70,15 @@ def main() -> None:
     parser.add_argument("--hang", type=int, default=1 << 60)
     parser.add_argument("--fill", action="store_true")
     parser.add_argument("--offline", action="store_true")
+    parser.add_argument("--user", type=int)
+    parser.add_argument("--umask", default="022")
     args = parser.parse_args()
+    if args.user is not None:
+        ShardSet(args.shards, "train").read(0)  # imports what this user may not read, where Python is in another's home
+        os.setgroups([])
+        os.setgid(args.user)
+        os.setuid(args.user)
+        os.umask(int(args.umask, 8))
     cache_filler.CHUNK, cache_filler._ELSEWHERE_SECONDS = args.chunk, 0.05
     shards = ShardSet(args.shards, "train", cache=ShardCache(args.cache, keep_free=0))
     files = shards.files
