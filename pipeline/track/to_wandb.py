@@ -80,6 +80,9 @@ class Wandb:
             if "project name" in reason:
                 remedy = "choose another name with --project or WANDB_PROJECT"
             raise UserError(f"{self.target} refuses ({reason})", remedy) from None
+        except Exception:  # the next attempt would be told that the run is in use
+            self.close("lost")
+            raise
         run.define_metric("*", step_metric="step")
         segment.place = root
         arrived = kept if self._offline else run.starting_step
