@@ -223,17 +223,27 @@ def test_a_store_that_fails_ends_the_reading_with_one_sentence(
         reader.close()
 
 
-def test_a_store_that_comes_back_is_waited_for(copied_shards: Path, web: int) -> None:
-    """Guards against ending a run for a store that restarts."""
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (Fault(cut_after=0), "cut"),
+        (Fault(status=503), "throttled"),
+        (Fault(status=503, headers={"Retry-After": "1"}), "throttled"),
+    ],
+    ids=["cut", "503", "503 and when to come back"],
+)
+def test_a_store_that_comes_back_is_waited_for(answer: Fault, kind: str, copied_shards: Path, web: int) -> None:
+    """Guards against ending a run for a store that restarts, or refuses everybody for a while, and against samples that count as bad."""
     seen: list[int] = []
 
     def fault(request: Request) -> Fault | None:
         seen.append(request.number)
-        return Fault(cut_after=0) if 40 <= len(seen) < 400 else None
+        return answer if 40 <= len(seen) < 400 else None
 
     with HttpProxy(web, 0, fault) as proxy:
         remote = ShardSet(f"http://127.0.0.1:{proxy.port}/shards", "train")
         assert_same(batches(remote, 12), batches(ShardSet(copied_shards, "train"), 12))
+        assert (remote.take_counts() or {})[kind] > 100
 
 
 def test_what_is_not_there_is_one_sentence(copied_shards: Path, web: int, monkeypatch: pytest.MonkeyPatch) -> None:
