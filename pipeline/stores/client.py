@@ -168,6 +168,8 @@ def _sort(error: Exception) -> tuple[Kind, str]:
     text, name = str(error), type(error).__name__
     status = re.search(r"status code: (\d{3})", text)
     answer = f"the answer was {status[1]}" if status else _first_line(error)
+    if "RequestTimeTooSkewed" in text:  # a 403, but the clock may be set right meanwhile
+        return Kind.ERROR, "this machine's clock is not the store's"
     if name in ("PermissionDeniedError", "UnauthenticatedError"):
         return Kind.DENIED, answer
     if isinstance(error, FileNotFoundError):

@@ -150,3 +150,35 @@ def test_another_host_is_named_once_and_gets_no_credentials(
     assert len(asked["other"]) >= 4 and not any(asked["other"])
     host, other = (each.removeprefix("http://") for each in (url, elsewhere))
     assert caplog.messages == [f"{host} redirects to {other}, which gets no credentials: check that you trust it"]
+
+
+def test_a_clock_that_is_off_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against "renew the credentials", and the end of a run, where a clock has jumped: S3 signs the time of a request, and refuses
+    one that is more than 15 minutes off."""
+    monkeypatch.setattr(store, "_WARN_AFTER", 0.2)
+    monkeypatch.setattr(store, "_FIRST_PATIENCE", 1.0)
+    right, code = threading.Event(), b"<Error><Code>RequestTimeTooSkewed</Code></Error>"
+
+    def refuse(handler: BaseHTTPRequestHandler, begin: int, end: int) -> None:
+        if right.is_set():
+            begin_answer(handler, begin, end, 10)
+            handler.wfile.write(bytes(end - begin))
+            return
+        handler.send_response(403)
+        handler.send_header("Content-Length", str(len(code)))
+        handler.end_headers()
+        handler.wfile.write(code)
+        if caplog.messages:
+            right.set()
+
+    said = r"/set has not answered for \d+ s \(this machine's clock is not the store's\)"
+    with server(refuse) as url:
+        assert bytes(Store(RemotePath(f"{url}/set"), "probe").read("image", 0, 10).data) == bytes(10)
+        (warned,) = caplog.messages
+        assert re.fullmatch(re.escape(url) + said + "; it is tried again, for 1 s", warned)
+        caplog.clear()
+        right.clear()
+        monkeypatch.setattr(store, "_WARN_AFTER", 60.0)
+        with pytest.raises(UserError, match=said + ": check the store and network") as error:
+            Store(RemotePath(f"{url}/set"), "probe").read("image", 0, 10)
+        assert error.value.exit_code == 76
