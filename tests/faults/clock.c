@@ -1,12 +1,22 @@
-/* The clock of the day is off by PERVIT_CLOCK_OFF seconds in a process that loads this library first. */
+/* The clock of the day is off by PERVIT_CLOCK_OFF seconds in a process that loads this library first, or by what a file says now:
+ * PERVIT_CLOCK_FILE, in which a test writes another number while the process runs. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <sys/time.h>
 #include <time.h>
+#include <unistd.h>
 
 static long off(void) {
-    const char *text = getenv("PERVIT_CLOCK_OFF");
+    const char *text = getenv("PERVIT_CLOCK_OFF"), *name = getenv("PERVIT_CLOCK_FILE");
+    char found[32] = "";
+    int file = name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
+    if (file >= 0) {
+        ssize_t size = read(file, found, sizeof found - 1);
+        if (size > 0) text = found;
+        close(file);
+    }
     return text ? atol(text) : 0;
 }
 

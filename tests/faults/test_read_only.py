@@ -1,0 +1,51 @@
+"""A file system that becomes read-only under a run for good, as ext4 does by itself after an error of its disk."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.power import Disk
+from pipeline.checkpoint.folder import latest_step
+from pipeline.errors import USER_ERROR
+from support.ranks import train, wait_for_steps
+from support.runs import step_rows, write_small_config
+
+pytestmark = pytest.mark.multiprocess
+
+OPTIONS = ("train.max_steps=12", "checkpoint.every_steps=3", "checkpoint.retry_seconds=3", "seed=3")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    try:
+        disk = Disk(tmp_path / "disk.ext4", tmp_path / "disk", mib=64)
+    except OSError as error:
+        pytest.skip(f"cannot mount a file system here: {error}")
+    yield disk
+    disk.close()
+
+
+@pytest.mark.long
+def test_a_run_whose_disk_becomes_read_only(digits_shards: Path, disk: Disk, tmp_path: Path) -> None:
+    """Guards against a run that trains on for hours without a checkpoint or a log, hangs, or ends with a traceback, and against anything
+    that was written before and is lost then."""
+    config, run = write_small_config(digits_shards, tmp_path), disk.folder / "run"
+    train(2, config, tmp_path / "straight", *OPTIONS).succeed()
+    job = train(2, config, run, *OPTIONS)
+    assert job.until(lambda: latest_step(run) == 3) and wait_for_steps(job, run, 1), job.outputs()
+    subprocess.run(["mount", "-o", "remount,abort", disk.folder], capture_output=True)  # EROFS for all, also for open files
+    assert job.wait() == [USER_ERROR] * 2, job.outputs()
+    for rank in range(2):
+        *_, sentence = job.stderr(rank).splitlines()
+        assert sentence.startswith(f"error: {run}/") and "Read-only file system" in sentence, job.outputs()
+        assert "Traceback" not in job.stdout(rank) + job.stderr(rank)
+    disk.restart()
+    saved = latest_step(run)
+    assert saved and saved >= 3 and [row["step"] for row in step_rows(run)][:saved] == list(range(1, saved + 1))
+    again = train(2, config, run, *OPTIONS).succeed()
+    assert f"resuming {run} from step {saved}" in again.stdout()
+    assert [row["loss"] for row in step_rows(run)] == [row["loss"] for row in step_rows(tmp_path / "straight")]
