@@ -97,7 +97,9 @@ class Sender:
                     continue
                 finished = state_of(self.files).finished
                 if complete or once:
-                    self._end("complete" if finished else "stopped")
+                    if reason := self._end("complete" if finished else "stopped"):
+                        problem = f"{self._tracker.target} may lack what was sent last ({reason})"
+                        raise UserError(problem, "the same command asks what has arrived, and sends the rest")
                     return
                 complete = finished  # then one more look, which sees all
                 if not complete:
@@ -181,7 +183,8 @@ class Sender:
         self.files.metrics.go_to(self.position.count(ROWS))
         self.files.event_rows.go_to(self.position.count(EVENTS))
 
-    def _end(self, state: str) -> None:
+    def _end(self, state: str) -> str:
+        """End the connection; returns why the tracker could not be told, if so."""
         if self._open:
             self._open = False
             try:
@@ -189,6 +192,8 @@ class Sender:
             except Exception as error:
                 if state != "lost":
                     _log.warning(f"{self._tracker.target} could not be told the end ({_reason(error)})")
+                return _reason(error)
+        return ""
 
     def _fail(self, error: Exception, failures: int, once: bool) -> None:
         """Wait, then let the next round connect again."""

@@ -105,7 +105,11 @@ class Wandb:
             return
         if state == "superseded":
             run.tags = (*(run.tags or ()), "superseded")
-        run.finish(exit_code=0)
+        try:
+            run.finish(exit_code=0)
+        except Exception:  # of its service, which would have a traceback at the end of the process, too
+            self.close("lost")
+            raise
 
 
 def _config(about: About) -> dict[str, Any]:

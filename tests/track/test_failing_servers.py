@@ -97,9 +97,16 @@ def test_a_server_that_lies(answer: str, tracker: str, tmp_path: Path) -> None:
         )
     said = ended.stderr.splitlines()
     assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    assert said[-1].startswith("error: ") and f"{url}, pervit) " in said[-1] and "in use" not in ended.stderr
+    if (tracker, answer) == ("wandb", "an empty object"):  # which ends the client's own process, behind which rows are lost
+        assert "may lack what was sent last (" in said[-1] and "the same command asks what has arrived" in said[-1], (
+            ended.stderr
+        )
+        return
     *attempts, _ = [line for line in said if f"{url}, pervit)" in line and " to " not in line.partition("(")[0]]
     assert len(attempts) == 2 and all("; the next attempt is in 0." in line for line in attempts), ended.stderr
-    assert said[-1].startswith("error: ") and f"{url}, pervit) could not be reached (" in said[-1]
-    assert said[-1].endswith("): the same command continues with what is left to send.") and "in use" not in ended.stderr
+    assert "could not be reached (" in said[-1] and said[-1].endswith(
+        "): the same command continues with what is left to send."
+    )
     notes = [json.loads(file.read_text()) for file in (tmp_path / "state" / "pervit-track").glob("*.json")]
     assert [note["sent"] for note in notes] == [[]]
