@@ -179,6 +179,8 @@ def _sort(error: Exception) -> tuple[Kind, str]:
         return Kind.DENIED, code[1] if code else "no credentials were found"
     if name == "NotSupportedError" or "non-partial response" in text:
         return Kind.ERROR, NO_RANGES
+    if status and status[1] == "416":  # again and again
+        return Kind.MISSING, "it ends before these bytes"
     if status and status[1] == "404":  # a list of a bucket that does not exist
         return Kind.NO_BUCKET, "it does not exist"
     if status:
