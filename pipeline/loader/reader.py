@@ -119,15 +119,19 @@ class Reader(Ahead[Encoded]):
         """Read batch ``number`` with substitutes for all samples known to be bad. Thread-safe. Raises as :meth:`BadSamples.add`."""
         self.batches.shards.will_need(self.batches.coming_blocks(number))
         asked_for = request = self.batches.request(number)
+        sound: dict[int, np.ndarray] = {}  # where a whole shard is bad, hundreds of substitutes are tried
         while True:
             if not self.bad.replacement.keys().isdisjoint(asked_for.index.tolist()):
                 request = self.batches.request(number, self.bad.replacement)
-            found = self.batches.shards.read_batch(request.index.tolist())
-            for image in found:
+            wanted = request.index.tolist()
+            missing = [index for index in dict.fromkeys(wanted) if index not in sound]
+            for index, image in zip(missing, self.batches.shards.read_batch(missing)):
                 if isinstance(image, DamagedSample):
                     self.bad.add(image)
-            images = [image for image in found if not isinstance(image, DamagedSample)]
-            if len(images) == len(found):  # otherwise the request is made again, with substitutes
+                else:
+                    sound[index] = image
+            if sound.keys() >= {*missing}:  # otherwise the request is made again, with substitutes
+                images = [sound[index] for index in wanted]
                 return Encoded(number, request, images, replaced=int((request.index != asked_for.index).sum()))
 
     def _read(self, number: int) -> Encoded:
