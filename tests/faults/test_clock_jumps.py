@@ -23,7 +23,7 @@ OPTIONS = (f"train.max_steps={STEPS}", "checkpoint.every_steps=5", "distributed.
 
 @pytest.mark.long
 def test_a_clock_that_is_set_during_a_run(small_run: Path, tmp_path: Path) -> None:
-    """Guards against ranks that count as lost, a lock that counts as abandoned, rows that are dropped, and a time left of minus a day."""
+    """Guards against ranks that count as lost, a lock that counts as abandoned, rows that are dropped, and a negative time left."""
     straight, run = tmp_path / "straight", tmp_path / "run"
     train(2, small_run, straight, *OPTIONS).succeed()
     clocks = [tmp_path / f"clock-{rank}" for rank in range(2)]

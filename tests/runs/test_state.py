@@ -125,7 +125,7 @@ def test_before_the_first_step(prepare: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hours", [-3, 3])
 def test_a_clock_that_was_set(hours: int, tmp_path: Path) -> None:
-    """Guards against "-86400 s left", and against a run that hangs, or has ended, by rows of the clock before. ``hours``: ahead."""
+    """Guards against "-1269 s left", and against a run that hangs, or has ended, by rows of the clock before. ``hours``: ahead."""
     run = write(tmp_path / "run", 15, START, host="node7", last_row=NOW - 20 - 3600 * hours)
     rows = [{"step": step, "time": NOW - 20 - (18 - step), "lr": 0.1} for step in (16, 17, 18)]
     with open(run / "metrics.jsonl", "a") as file:
