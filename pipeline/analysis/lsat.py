@@ -18,7 +18,7 @@ from pipeline.analysis.chapter import Chapter, Example, Findings, Plot, Request,
 from pipeline.analysis.maps import ATTENTION, map_figure, mark_query, overlay_grid
 from pipeline.analysis.measures import Collector, distances_between, places, query_key_distances
 from pipeline.analysis.style import Axes, Figure, layer_plot, new_figure, numbers
-from pipeline.models.common.probe import recorded
+from pipeline.models.common.probe import observed
 from pipeline.models.common.windows import Tiling
 from pipeline.models.lsat.blocks import Shift, ShiftEmbedding
 from pipeline.models.lsat.model import LSAT, AnyBlock, grid_side
@@ -161,9 +161,15 @@ class LSATChapter(Chapter):
     @torch.no_grad()
     def _weights_of(self, example: Example) -> Tensor:
         """(heads, N, T) float64 on the CPU: the weights W_i of an image."""
-        with recorded("attention") as values:
+        found: list[Tensor] = []
+
+        def keep_first(_: str, value: Tensor) -> None:  # of all layers they would take hundreds of megabytes
+            if not found:
+                found.append(value[0, :, :, 0].double().cpu())
+
+        with observed(keep_first, "attention"):
             self.model(example.image[None])
-        return values["attention"][0][0, :, :, 0].double().cpu()
+        return found[0]
 
     @figure("attention_distance", "How far heads of global attention look", "the measure is that of ConViT, Fig. 5", "images")
     def _distances(self, findings: Findings) -> Plot:
