@@ -8,6 +8,7 @@ files (:func:`history`) where it is offline. The charts' axis is ``step``, the o
 import json
 import os
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -119,6 +120,9 @@ def _config(about: About) -> dict[str, Any]:
 def _kept_offline(root: Path, id: str) -> int | None:
     """The number behind the last row in the offline files of a run; None if there are none."""
     files = sorted((root / _PLACE).glob(_LINK.format(id=id)))
+    # The client names a run's folder by the second, and would overwrite what a sender that was killed has begun in this one.
+    while any(time.strftime("-%Y%m%d_%H%M%S-") in str(path) for path in files):
+        time.sleep(0.05)
     last = -1
     for path in files:
         with suppress(OSError, ValueError):
