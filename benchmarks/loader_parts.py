@@ -1,6 +1,6 @@
 """Where the CPU time of our loader goes: ``benchmarks/loader.py --parts``.
 
-Each part runs alone over some batches, one after the other, and its CPU time (all threads of the process) is taken. The sum is
+Each part runs alone over some batches, and its CPU time (all threads of the process) is taken. The sum is
 less than what the whole loader takes: threads that hand batches to each other, and caches that they share, cost the rest.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,17 +57,20 @@ def measure_parts(settings: Settings, full: bool, rounds: int) -> dict[str, floa
         decoded = timed("decode the windows (DALI)", lambda: [graph.run()[0] for _ in range(BATCHES)])
         windows = timed("take the windows over", lambda: [[torch.from_dlpack(image) for image in batch] for batch in decoded])
         images = [(request, i, window) for request, batch in zip(requests, windows) for i, window in enumerate(batch)]
-        pixels = timed("resize", lambda: [resize_and_crop(window, r.geometry, i, IMAGE_SIZE) for r, i, window in images])
-        pixels = timed(
-            "flip, RandAugment",
-            lambda: [finisher.flip_and_augment(image, r, i, interleaved=False) for image, (r, i, _) in zip(pixels, images)],
-        )
-
-        def normalize() -> None:
-            for image, output in zip(pixels, floats.flatten(0, 1).numpy()):
-                normalization.write(image, output)
-
-        timed("normalize to float32", normalize)
+        steps: list[tuple[float, ...]] = []
+        for (request, i, window), output in zip(
+            images, floats.flatten(0, 1).numpy()
+        ):  # as in the loader: caches hold the image
+            marks = [time.process_time()]
+            pixels = resize_and_crop(window, request.geometry, i, IMAGE_SIZE)
+            marks.append(time.process_time())
+            pixels = finisher.flip_and_augment(pixels, request, i, interleaved=False)
+            marks.append(time.process_time())
+            normalization.write(pixels, output)
+            marks.append(time.process_time())
+            steps.append(tuple(end - begin for begin, end in pairwise(marks)))
+        for part, spent in zip(("resize", "flip, RandAugment", "normalize to float32"), zip(*steps)):
+            times.setdefault(part, []).append(1000 * statistics.mean(spent))
         if full:
 
             def erase_and_mix() -> None:

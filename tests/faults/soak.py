@@ -6,7 +6,8 @@ Every case is drawn from its number: a model, an optimizer, world sizes and ZeRO
 for each case, so that the same command goes on where it stopped. The exit code is 1 if a case was judged to differ.
 
 A power cut is one of the file system that holds the run (``power.py``; root only). Where moto and the extra ``remote`` are installed, some
-runs are in a bucket, and some of those lose their local folder with a kill. Where timm is, one of its models is among the models.
+runs are in a bucket, and some of those lose their local folder with a kill. Where timm is, one of its models is among the models. Some of
+the other starts are by ``launch/local.sh`` and torchrun.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +32,7 @@ import pytest
 
 from faults.history import Start
 from faults.killing import Ordeal
+from faults.launched import LAUNCHERS, LaunchedJob
 from faults.power import Disk
 from pipeline.checkpoint.folder import latest_step
 from pipeline.errors import PREEMPTED
@@ -59,6 +61,7 @@ if find_spec("timm"):
     MODELS["timm"] = ("model.name=timm:test_vit",)
 OPTIMIZERS = ("adamw", "lamb", "muon", "torch.optim:NAdam")
 SIZES, STAGES = {16: (1, 2, 4), 12: (1, 3)}, (0, 1, 2, 3)  # world sizes by global batch
+LAUNCHED = 0.2  # of the starts are by a launcher: five seconds more
 MOMENTS = {"start": 0.15, "step": 0.3, "save": 0.35, "evaluation": 0.2}
 DISTURBANCES = {"kill": 0.55, "power cut": 0.15, "terminate": 0.15, "stop and kill": 0.15}
 
@@ -68,6 +71,7 @@ class Case(Ordeal):
     """An ordeal of any model, on a disk of its own where that can be; ``store``: the port of an S3 server that the run is in."""
 
     schedule: Schedule
+    launchers: Counter = field(default_factory=Counter)
     disk: Disk | None = None
     store: int | None = None
 
@@ -75,7 +79,10 @@ class Case(Ordeal):
         self.starts.append(Start(time.time(), latest_step(self.run) or 0, world_size))
         words = ("--config", self.config, *self.options, *overrides)
         if self.store is None:
-            return Job(world_size, *words, f"output_dir={self.run}")
+            words = (*words, f"output_dir={self.run}")
+            launcher = self.draw.choice(LAUNCHERS) if self.draw.random() < LAUNCHED else None
+            self.launchers[launcher or "none"] += 1
+            return LaunchedJob(launcher, world_size, *words) if launcher else Job(world_size, *words)
         place = {**aws_environment(self.store), "PERVIT_RUNS": str(self.run.parents[1])}
         return Job(world_size, *words, f"output_dir=s3://{BUCKET}/{self.run.name}", module="support.bucket_train", **place)
 
@@ -185,6 +192,7 @@ def judged(ordeal: Case, folder: Path, stages: tuple[int, ...], sizes: tuple[int
     return {
         "sizes": [start.world_size for start in ordeal.starts],
         "stages": stages,
+        "launchers": ordeal.launchers,
         "done": done,
         "agrees": agrees,
         "audit": said[-2:] if agrees else said,
@@ -201,7 +209,10 @@ def table(rows: list[dict]) -> str:
         lines.append(
             f"| {kind[0]} | {kind[1]} | {len(own)} | {done.total()} | {words} | {sum(not row['agrees'] for row in own)} |"
         )
-    return "\n".join(lines)
+    starts = sum((Counter(row.get("launchers", {})) for row in rows), Counter[str]())
+    return "\n".join(
+        [*lines, "", "starts by launcher: " + ", ".join(f"{name} {count}" for name, count in sorted(starts.items()))]
+    )
 
 
 @contextmanager
