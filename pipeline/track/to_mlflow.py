@@ -30,7 +30,7 @@ class MLflow:
         self._experiment = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "pervit"
         self.target = f"MLflow ({mlflow.get_tracking_uri()}, {self._experiment})"
         self._client: Any = None
-        self._unsure = False  # whether the store may have some of the next items
+        self._unsure = False  # whether the store may have some of the next points
 
     def open(self, segment: Segment, about: About, sent: int) -> int:
         from mlflow.exceptions import MlflowException
@@ -62,9 +62,10 @@ class MLflow:
             for item in items if isinstance(item, Point)
             for name, value in item.values.items() if not isinstance(value, str)
         ]  # fmt: skip
-        pictures = [item for item in items if isinstance(item, Picture)]
+        # A sender that died may have sent pictures that this one finds later than its first rows.
+        pictures = self._missing_pictures([item for item in items if isinstance(item, Picture)])
         if self._unsure:
-            metrics, pictures = self._missing_metrics(metrics), self._missing_pictures(pictures)
+            metrics = self._missing_metrics(metrics)
         for begin in range(0, len(metrics), _METRICS - 1):
             self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _METRICS - 1])
         for item in pictures:
@@ -115,10 +116,11 @@ class MLflow:
         return [metric for metric in metrics if (metric.key, metric.timestamp, metric.step, metric.value) not in there]
 
     def _missing_pictures(self, pictures: list[Picture]) -> list[Picture]:
-        there = {artifact.path for artifact in self._client.list_artifacts(self._run_id, "images")} if pictures else set()
-        beginnings = {re.sub(r"%timestamp%.*", "", os.path.basename(path)) for path in there}
-        # As MLflow names the file of an image.
-        return [item for item in pictures if f"{item.name.replace('/', '#')}%step%{item.step}" not in beginnings]
+        artifacts = self._client.list_artifacts(self._run_id, "images") if pictures else []
+        # As MLflow names the file of an image: NAME%step%STEP%timestamp%..., with # for / in the name; later with + and ~.
+        named = (re.match(r"(.+)[%+]step[%+](\d+)[%+]timestamp", os.path.basename(artifact.path)) for artifact in artifacts)
+        there = {(re.sub("[#~]", "/", found[1]), int(found[2])) for found in named if found}
+        return [item for item in pictures if (item.name, item.step) not in there]
 
 
 def _word(name: str) -> str:

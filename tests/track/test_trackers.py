@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from pipeline.errors import UserError, install_extra
 from pipeline.track.to_wandb import history
-from pipeline.track.tracker import About, Segment
+from pipeline.track.tracker import About, Picture, Point, Segment
 from support.growing_run import GrowingRun, rows_back
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 
@@ -154,6 +157,27 @@ def test_a_signal_writes_what_the_client_holds(tmp_path: Path) -> None:
     assert process.returncode == 130 and "the same command continues" in said, said
     rows, _ = of_wandb(tmp_path, noted(tmp_path)["segment"])
     assert rows_back(rows) == run.rows
+
+
+def test_a_picture_that_is_found_late_is_not_sent_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a second copy of what a killed sender had sent: its successor may know rows before it finds the picture."""
+    mlflow = pytest.importorskip("mlflow", reason=install_extra("mlflow"))
+    from pipeline.track.to_mlflow import MLflow
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mlflow, "get_tracking_uri", lambda: uri)
+    monkeypatch.setattr(mlflow, "MlflowClient", partial(mlflow.MlflowClient, uri := f"sqlite:///{tmp_path}/mlflow.db"))
+    png = BytesIO()
+    Image.new("RGB", (8, 8)).save(png, "png")
+    segment, about = Segment("0"), About("run", {}, {}, {})
+    row, picture = Point(1, 1.0, {"loss": 2.0}), Picture("train/images", 1, 1.0, "1", png.getvalue())
+    killed, successor = MLflow(None), MLflow(None)
+    killed.open(segment, about, 0)
+    killed.send(0, [row, picture])
+    assert successor.open(segment, about, 1) == 1
+    successor.send(1, [Point(2, 2.0, {"loss": 1.0})])
+    successor.send(2, [picture])
+    assert of_mlflow(tmp_path, {"place": segment.place})[1] == 1
 
 
 def test_two_senders_of_one_run(tmp_path: Path) -> None:
