@@ -114,7 +114,7 @@ def disturb(ordeal: Case, size: int, stage: str) -> str | None:
         if ordeal.store is not None and draw.random() < 0.3:
             shutil.rmtree(ordeal.run)
             return "kill, and an empty disk"
-        return f"kill at a {moment}"
+        return f"kill at a{'n' * (moment == 'evaluation')} {moment}"
     job = ordeal.start(size, stage)
     if not ordeal.wait_for(job, moment if kind == "power cut" else "step", most_steps=4):
         return None
