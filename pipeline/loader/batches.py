@@ -69,7 +69,8 @@ class TrainBatches(Batches):
     global_batch_size: int  # images per optimizer step over all ranks
     data: DataConfig  # order, crop and flip
     augment: AugmentConfig  # augmentation after the crop
-    _ordered: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts
+    # Parts of the run, even and odd, with what :meth:`_placed` gives for their batches.
+    _ordered: dict[int, tuple[int, list]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     substitutes_count: ClassVar[bool] = True
 
@@ -120,7 +121,7 @@ class TrainBatches(Batches):
 
     def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
         """The i-th micro-batch of this rank, counted from the start of the run. Substitutes get the random numbers of the bad samples."""
-        (places, valid), index = self._places(i), self._order(i)
+        places, valid, index = self._placed(i)
         if replacement:
             index = np.array([replacement.get(sample, sample) for sample in index.tolist()])
         samples = self.shards.samples[index]
@@ -187,19 +188,20 @@ class TrainBatches(Batches):
         step, part = divmod(i, self.batches_per_step)
         return step, (part * self.world_size + self.rank) * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
 
-    def _order(self, i: int) -> np.ndarray:
-        """The samples of batch i: (B,) int64."""
+    def _placed(self, i: int) -> tuple[Places, np.ndarray, np.ndarray]:
+        """The places of the images of batch i, which of them count, (B,) bool, and their samples, (B,) int64."""
         # Thousands at a time take as long as a few: nearly all of it is spent on calls of NumPy. Two parts, as threads read ahead.
         at_once = max(1, _ORDERED // self.batch_size)
         part, row = divmod(i, at_once)
         with _ordering:
-            known, order = self._ordered.get(part % 2, (None, None))
-            if order is None or known != part:
-                places = [self._places(k)[0] for k in range(part * at_once, (part + 1) * at_once)]
-                position, epoch = (np.concatenate(values) for values in zip(*((at.position, at.epoch) for at in places)))
+            known, batches = self._ordered.get(part % 2, (None, []))
+            if known != part:
+                placed = [self._places(k) for k in range(part * at_once, (part + 1) * at_once)]
+                position, epoch = (np.concatenate(values) for values in zip(*((at.position, at.epoch) for at, _ in placed)))
                 order = self._sample_at(position, epoch).reshape(at_once, -1)  # (batches, B)
-                self._ordered[part % 2] = part, order
-        return order[row]
+                batches = [(*placing, index) for placing, index in zip(placed, order)]
+                self._ordered[part % 2] = part, batches
+        return batches[row]
 
     def _sample_at(self, position: np.ndarray, epoch: np.ndarray) -> np.ndarray:
         place = position // self.augment.repeats
