@@ -8,7 +8,7 @@ which depend on the query's content, and Φa = Φc ⊙ Φp (footnote 14). Ω and
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -174,8 +174,7 @@ class DeiTChapter(GridChapter):
     @figure("class_attention", "What the class token attends to", "DeiT's counterpart of PerViT, Fig. S12 to S14", "examples")
     def _class_attention(self, findings: Findings) -> Plot:
         unit = "[example][head][row][column], attention of the last layer's class token to each patch"
-        layers = [self.attention_on(example)[-1] for example in self.request.examples]  # (heads, N + 1, N + 1) each
-        maps = [last[:, 0, 1:].unflatten(-1, self.grid) for last in layers]  # (heads, rows, columns) each
+        maps = [of_class for _, of_class in self._shown]
         pixels, labels = zip(*((example.pixels, example.label) for example in self.request.examples))
         findings.measure("class_attention", maps, unit, _DIGITS)
         return Plot(
@@ -186,10 +185,20 @@ class DeiTChapter(GridChapter):
 
     @figure("attention_maps", "Attention on an image", "ConViT, Fig. 16 and 17", "examples")
     def _attention_maps(self, findings: Findings) -> list[Plot]:
-        maps = [self.maps_on(example) for example in self.request.examples]
+        maps = [of_query for of_query, _ in self._shown]
         findings.measure("attention_maps", maps, f"[example]{_MAPS}; examples in the order of examples", _DIGITS)
         caption = "Attention of the marked patch to all patches. Columns are layers, rows heads; the colours are logarithmic."
         return self.plots_on_examples(caption, maps, _draw_maps)
+
+    @cached_property
+    def _shown(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each example, the query's maps (layers, heads, rows, columns), and the last class token's (heads, rows, columns)."""
+        shown = []
+        for example in self.request.examples:
+            layers = self.attention_on(example)  # (heads, N + 1, N + 1) each
+            of_query = torch.stack([self.query_row(layer) for layer in layers])
+            shown.append((of_query, layers[-1][:, 0, 1:].unflatten(-1, self.grid)))
+        return shown
 
 
 def _draw_maps(maps: Tensor, query: tuple[int, int], picture: Tensor | None = None) -> Figure:
