@@ -58,9 +58,8 @@ def measure_parts(settings: Settings, full: bool, rounds: int) -> dict[str, floa
         windows = timed("take the windows over", lambda: [[torch.from_dlpack(image) for image in batch] for batch in decoded])
         images = [(request, i, window) for request, batch in zip(requests, windows) for i, window in enumerate(batch)]
         steps: list[tuple[float, ...]] = []
-        for (request, i, window), output in zip(
-            images, floats.flatten(0, 1).numpy()
-        ):  # as in the loader: caches hold the image
+        # Image by image, as in the loader: the caches hold it.
+        for (request, i, window), output in zip(images, floats.flatten(0, 1).numpy()):
             marks = [time.process_time()]
             pixels = resize_and_crop(window, request.geometry, i, IMAGE_SIZE)
             marks.append(time.process_time())

@@ -12,6 +12,8 @@ import struct
 import subprocess
 from pathlib import Path
 
+from support.ranks import Job
+
 _SHUT_DOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
 _NOTHING_FLUSHED = 2  # EXT4_GOING_FLAGS_NOLOGFLUSH
 
@@ -38,6 +40,13 @@ class Disk:
             fcntl.ioctl(descriptor, _SHUT_DOWN, struct.pack("I", _NOTHING_FLUSHED))
         finally:
             os.close(descriptor)
+
+    def cut_under(self, job: Job) -> None:
+        """Cut the power under a job, which ends with it, and mount what is left."""
+        self.cut()
+        job.kill()
+        job.wait()
+        self.restart()
 
     def restart(self) -> None:
         """Mount what the power failure has left. Nothing may have files open."""

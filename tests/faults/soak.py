@@ -121,10 +121,7 @@ def disturb(ordeal: Case, size: int, stage: str) -> str | None:
     rank = draw.randrange(size)
     if kind == "power cut":
         assert ordeal.disk
-        ordeal.disk.cut()
-        job.kill()
-        job.wait()
-        ordeal.disk.restart()
+        ordeal.disk.cut_under(job)
     elif kind == "terminate":
         job.signal(signal.SIGTERM, rank)
         assert set(job.wait()) <= {PREEMPTED, 0}, job.outputs()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -16,70 +14,22 @@ import pytest
 import yaml
 
 from faults.history import Start, assert_each_image_once, what_the_weights_saw
+from faults.launched import TORCHRUN, Launched, ranks_of
 from pipeline.checkpoint.folder import latest_step
 from pipeline.errors import USER_ERROR
-from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.launching import PATIENCE
 from support.ranks import Job, free_port, steps_taken, train
 from support.runs import step_rows
 from support.small_run import SMALL_MODEL
 
 pytestmark = pytest.mark.multiprocess
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--mixed_precision=no")
 TWO = ("--nproc-per-node", "2")
 
 
-class Launched:
-    """A command in the background, its output in files."""
-
-    def __init__(self, folder: Path, *words: object, **environment: str) -> None:
-        self.started = time.time()
-        self._files = [folder / f"{free_port()}.{name}" for name in ("out", "err")]
-        with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
-            self.process = subprocess.Popen(
-                [*map(str, words)],
-                cwd=REPOSITORY,
-                env=clean_environment(OMP_NUM_THREADS="1", **environment),
-                stdout=out,
-                stderr=err,
-            )
-
-    @property
-    def out(self) -> str:
-        return self._files[0].read_text()
-
-    @property
-    def errors(self) -> str:
-        return self._files[1].read_text()
-
-    def until(self, pattern: str) -> re.Match:
-        """The pattern in its output, once it is there."""
-        deadline = time.monotonic() + PATIENCE
-        while not (found := re.search(pattern, self.out)):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.errors
-            time.sleep(0.02)
-        return found
-
-    def ends_with(self, code: int) -> Launched:
-        try:
-            assert self.process.wait(PATIENCE) == code, self.errors
-        finally:
-            self.process.terminate()
-        return self
-
-    def sentences(self) -> list[str]:
-        """What this project says in its errors; torchrun's own follow."""
-        return re.findall(r"^error: .*", self.errors, re.MULTILINE)
-
-
 def training(config: Path, run: Path, *overrides: object) -> tuple[object, ...]:
     return ("-m", "pipeline.train", "--config", config, f"output_dir={run}", "log.samples=true", *SMALL_MODEL, *overrides)
-
-
-def ranks_of(agent: Launched) -> dict[int, psutil.Process]:
-    children = psutil.Process(agent.process.pid).children(recursive=True)
-    return {int(each.environ()["RANK"]): each for each in children if "RANK" in each.environ()}
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,6 @@ from support.small_run import SMALL_MODEL
 pytestmark = [pytest.mark.multiprocess, pytest.mark.soak]
 
 OPTIONS = (*SMALL_MODEL, "log.samples=true", "train.max_steps=16", "checkpoint.every_steps=4", "eval.every_epochs=0.1")
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    try:
-        disk = Disk(tmp_path / "disk.ext4", tmp_path / "disk", mib=64)
-    except OSError as error:
-        pytest.skip(f"cannot mount a file system here: {error}")
-    yield disk
-    disk.close()
 
 
 def test_a_run_goes_on_after_power_cuts(digits_shards: Path, disk: Disk, tmp_path: Path) -> None:
@@ -44,10 +33,7 @@ def test_a_run_goes_on_after_power_cuts(digits_shards: Path, disk: Disk, tmp_pat
         if moment == "save":
             job.until(lambda: is_saving(run))
             time.sleep(draw.uniform(0, 0.1))
-        disk.cut()
-        job.kill()
-        job.wait()
-        disk.restart()  # a checkpoint whose name was not durable yet may be gone
+        disk.cut_under(job)  # a checkpoint whose name was not durable yet may be gone
     train(2, config, run, *OPTIONS).succeed()
     told = run_forked("pipeline.audit", run, "--windows", 1, "--output", tmp_path / "audit.html", check=False)
     assert told.returncode == 0, told.stdout + told.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,6 @@ from support.runs import step_rows, write_small_config
 pytestmark = pytest.mark.multiprocess
 
 OPTIONS = ("train.max_steps=12", "checkpoint.every_steps=3", "checkpoint.retry_seconds=3", "seed=3")
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    try:
-        disk = Disk(tmp_path / "disk.ext4", tmp_path / "disk", mib=64)
-    except OSError as error:
-        pytest.skip(f"cannot mount a file system here: {error}")
-    yield disk
-    disk.close()
 
 
 @pytest.mark.long

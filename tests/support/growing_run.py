@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.logs.run_log import drop_rows_after
+from support.launching import REPOSITORY, clean_environment
 
 BEGUN = 1_800_000_000.0
 _PLAIN = ("epoch", "samples")
@@ -99,6 +100,19 @@ class GrowingRun:
     @property
     def events(self) -> int:
         return len((self.folder / "events.jsonl").read_text().splitlines())
+
+
+def client_environment(folder: Path, **variables: str) -> dict[str, str]:
+    """For trackers' clients: everything that they write lies in this folder."""
+    return clean_environment(
+        PYTHONPATH=str(REPOSITORY),
+        HOME=str(folder),
+        XDG_STATE_HOME=str(folder / "state"),
+        WANDB_DIR=str(folder),
+        MLFLOW_DISABLE_TELEMETRY="true",
+        TRACKIO_DIR=str(folder / "trackio"),
+        **variables,
+    )
 
 
 def rows_back(points: Iterable[tuple[int, float, dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ class Job:
             environment: variables more than usual, or others; a list has a value for each rank; None: not that one.
         """
         self.world_size, self.started = world_size, time.time()
-        self._folder = Path(tempfile.mkdtemp(dir=_logs().name))
+        self._folder = Path(tempfile.mkdtemp(dir=logs().name))
         common = {
             **meeting_point(world_size + missing),
             "SLURM_CPUS_PER_TASK": 1,  # threads of a rank: more would wait for each other on a busy machine
@@ -269,7 +269,7 @@ class _Zygote:
 
 
 @functools.cache
-def _logs() -> tempfile.TemporaryDirectory:
+def logs() -> tempfile.TemporaryDirectory:
     """What the ranks print; removed at the end of the session."""
     return tempfile.TemporaryDirectory(prefix="ranks-")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import install_extra
-from support.growing_run import GrowingRun
-from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.growing_run import GrowingRun, client_environment
+from support.launching import PATIENCE
 
 ANSWERS = {  # status, type, content
     "a page": (200, "text/html", "<html>Please log in</html>"),
@@ -54,21 +54,16 @@ def server(status: int, kind: str, content: str) -> Iterator[str]:
 
 def environment(folder: Path, url: str) -> dict[str, str]:
     """The clients reach nothing but this server."""
-    return clean_environment(
-        PYTHONPATH=str(REPOSITORY),
-        HOME=str(folder),
-        XDG_STATE_HOME=str(folder / "state"),
+    return client_environment(
+        folder,
         WANDB_MODE="online",
-        WANDB_DIR=str(folder),
         WANDB_BASE_URL=url,
         WANDB_API_KEY="0" * 40,
         WANDB_ERROR_REPORTING="false",
         WANDB_INIT_TIMEOUT="10",
         MLFLOW_TRACKING_URI=url,
-        MLFLOW_DISABLE_TELEMETRY="true",
         TRACKIO_SERVER_URL=url,
         TRACKIO_WRITE_TOKEN="0",
-        TRACKIO_DIR=str(folder / "trackio"),
     )
 
 

@@ -21,24 +21,15 @@ from PIL import Image
 from pipeline.errors import UserError, install_extra
 from pipeline.track.to_wandb import history
 from pipeline.track.tracker import About, Picture, Point, Segment
-from support.growing_run import GrowingRun, rows_back
-from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.growing_run import GrowingRun, client_environment, rows_back
+from support.launching import PATIENCE, REPOSITORY
 
 Row = tuple[int, float, dict[str, Any]]
 
 
 def environment(folder: Path) -> dict[str, str]:
     """Everything that the clients write lies in this folder; nothing is sent."""
-    return clean_environment(
-        PYTHONPATH=str(REPOSITORY),
-        HOME=str(folder),
-        XDG_STATE_HOME=str(folder / "state"),
-        WANDB_MODE="offline",
-        WANDB_DIR=str(folder),
-        MLFLOW_TRACKING_URI=f"sqlite:///{folder}/mlflow.db",
-        MLFLOW_DISABLE_TELEMETRY="true",
-        TRACKIO_DIR=str(folder / "trackio"),
-    )
+    return client_environment(folder, WANDB_MODE="offline", MLFLOW_TRACKING_URI=f"sqlite:///{folder}/mlflow.db")
 
 
 def track(folder: Path, tracker: str, *more: str) -> subprocess.Popen:
