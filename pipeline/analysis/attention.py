@@ -33,7 +33,7 @@ class GridChapter(Chapter):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.grid = rows, columns = patch_grid(request.image_size, request.image_size)
+        self.grid = rows, columns = patch_grid(request.image_size, request.image_size, request.model.patch)
         self.query = request.query or (rows // 2, columns // 2)  # of the patch whose maps are shown
         self.query_index = self.query[0] * columns + self.query[1]  # its number, row by row
         self.per_unit = patches_per_unit(rows)

@@ -46,10 +46,11 @@ class _OfWeights(Collector):
 
 class FirstImages:
     """Looks at the first images of an evaluation, :data:`IMAGES` unless ``count`` says how many. Called with each of its
-    batches, on all ranks alike. ``forward``: (B, 3, H, W) -> anything; in eval mode."""
+    batches, on all ranks alike. ``forward``: (B, 3, H, W) -> anything; in eval mode. ``grid``: rows and columns of patches."""
 
-    def __init__(self, forward: Callable[[Tensor], object], image_size: int, world: World, count: int | bool = True) -> None:
-        grid = patch_grid(image_size, image_size)
+    def __init__(
+        self, forward: Callable[[Tensor], object], grid: tuple[int, int], world: World, count: int | bool = True
+    ) -> None:
         self._forward, self._world = forward, world
         self._images = IMAGES if count is True else count
         self._distance = AttentionDistance(grid)
@@ -64,7 +65,8 @@ class FirstImages:
         """For one evaluation of a run; None if ``eval.analyses`` is off, or there is nothing to follow."""
         if not config.eval.analyses or nothing_to_follow(engine.module):
             return None
-        return cls(engine, config.model.image_size, world, config.eval.analyses)
+        size = config.model.image_size
+        return cls(engine, patch_grid(size, size, engine.module.patch), world, config.eval.analyses)
 
     def __call__(self, batch: Batch, *results: object) -> None:
         first = self._batches * self._world.size * len(batch.images)  # of this batch, over all ranks

@@ -33,7 +33,7 @@ from pipeline.logs import console
 from pipeline.logs.reduction import report_bad_samples
 from pipeline.models import create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
-from pipeline.models.common.vit import PATCH, patch_grid
+from pipeline.models.common.vit import patch_grid
 from pipeline.models.lsat.model import LSAT
 from pipeline.models.timm.names import is_timm
 from pipeline.shards.image_folder import ImageFolder, open_split
@@ -281,9 +281,9 @@ def check_query(request: Request) -> None:
     asked = f"--query is {query[0]},{query[1]}, but"
     if isinstance(request.model, LSAT):
         raise UserError(f"{asked} LSAT's figures show all patches", "leave it out")
-    side, _ = patch_grid(size, size)
+    side, _ = patch_grid(size, size, request.model.patch)
     if not all(0 <= place < side for place in query):
-        problem = f"{asked} at {size} pixels there are {side} x {side} patches of {PATCH} pixels"
+        problem = f"{asked} at {size} pixels there are {side} x {side} patches of {request.model.patch} pixels"
         raise UserError(problem, f"pass a row and a column from 0 to {side - 1}")
 
 

@@ -55,7 +55,7 @@ def peripheral_maps(model: VisionModel, image_size: int) -> Tensor | None:
     [0, 1], on the CPU; None for a model without Φp. Call in eval mode. Collective under ZeRO-3, which gathers the parameters."""
     if not model.has_phi:
         return None
-    rows, columns = grid = patch_grid(image_size, image_size)
+    rows, columns = grid = patch_grid(image_size, image_size, model.patch)
     centre = rows // 2 * columns + columns // 2
     maps = torch.stack([layer[:, centre] for layer in model.log_phi(grid) if layer is not None])  # (layers, heads, N)
     return maps.exp().float().cpu().unflatten(2, grid)

@@ -138,7 +138,7 @@ def test_a_number_of_images_is_taken(asked: int | bool, seen: int, small_run: Pa
     """Guards against 256 images where ConViT's Fig. 5 has 1,024, and against padding that counts."""
     config = load_config(small_run).with_values({"eval.analyses": asked})
     loader = evaluation_loader(ShardSet(config.data.path, "val"), config, world)
-    first = FirstImages(lambda images: None, 32, world, config.eval.analyses)
+    first = FirstImages(lambda images: None, (2, 2), world, config.eval.analyses)
     for _ in range(len(loader.batches)):
         first(next(loader))
     loader.close()
@@ -153,7 +153,7 @@ def test_what_is_not_finite_is_null(small_run: Path, world: World) -> None:
     torch.nn.init.constant_(model.blocks[4].attn.gating, math.nan)
     config = load_config(small_run)
     loader = evaluation_loader(ShardSet(config.data.path, "val"), config, world)
-    first = FirstImages(model, 32, world)
+    first = FirstImages(model, (2, 2), world)
     with torch.no_grad():
         first(next(loader))
     loader.close()
@@ -167,7 +167,7 @@ def test_deit_is_followed_with_each_position(switch: str, followed: bool, small_
     """Guards against a position encoding that depends on the image, iRPE's, taken for Φp, and against Φp that is left out."""
     config = load_config(small_run)
     loader = evaluation_loader(ShardSet(config.data.path, "val"), config, world)
-    first = FirstImages(create_model("deit_t", 10, 32, switches={switch: True}).eval(), 32, world)
+    first = FirstImages(create_model("deit_t", 10, 32, switches={switch: True}).eval(), (2, 2), world)
     with torch.no_grad():
         first(next(loader))
     loader.close()

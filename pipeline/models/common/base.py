@@ -44,6 +44,7 @@ class VisionModel(nn.Module):
             match is the same on both sides. ``*`` matches a number, a trailing dot makes the name a prefix.
         reference_switches: switches that do not affect the authors' parameter names: they change shapes only, or no parameter.
         head_names: prefixes of the classifier's parameter names; fine-tuning on other classes reinitializes these.
+        patch: side of a patch in pixels, of the models with one grid of patches.
         leading_tokens: tokens without a grid position (class token) at the start of the position embeddings.
         draws_from_generator: a training step draws from PyTorch's generator besides ``noise``; no model of ours does.
         image_format: how the convolution that a forward pass begins with wants its images laid out; None: it begins otherwise, and
@@ -59,6 +60,7 @@ class VisionModel(nn.Module):
     reference_switches: frozenset[str] = frozenset()
     head_names: tuple[str, ...] = ("head.",)
     leading_tokens: int = 0
+    patch: int = PATCH
     draws_from_generator: bool = False
     generator_seed: int | None = None
     image_format: torch.memory_format | None = None
@@ -91,8 +93,8 @@ class VisionModel(nn.Module):
         raise NotImplementedError
 
     def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(strides, widths) of the feature maps; by default one, of patches of 16 x 16 pixels."""
-        return (PATCH,), tuple(self.norm.normalized_shape)
+        """(strides, widths) of the feature maps; by default one, of the patches."""
+        return (self.patch,), tuple(self.norm.normalized_shape)
 
     def normed_map(self, x: Tensor, level: int) -> Tensor:
         """LayerNorm of map ``level``: (B, rows, columns, width) -> (B, width, rows, columns), in channels_last layout."""

@@ -63,9 +63,11 @@ class PositionEmbedding(nn.Module):
     ``forward``: x (B, N, width), grid (rows, columns) of its patches -> (B, N, width).
     """
 
-    def __init__(self, image_size: int, extra_tokens: int, width: int, masked_at_test: bool = False) -> None:
+    def __init__(
+        self, image_size: int, extra_tokens: int, width: int, masked_at_test: bool = False, patch: int = PATCH
+    ) -> None:
         super().__init__()
-        self.grid = patch_grid(image_size, image_size)
+        self.grid = patch_grid(image_size, image_size, patch)
         self.extra_tokens, self.masked_at_test = extra_tokens, masked_at_test
         self.weight = nn.Parameter(torch.empty(1, self.grid[0] * self.grid[1] + extra_tokens, width))
         nn.init.trunc_normal_(self.weight, std=0.02)
@@ -162,10 +164,10 @@ def content_attention(q: Tensor, k: Tensor) -> Tensor:
     return (scores - scores.amax(-1, keepdim=True)).exp()
 
 
-def patch_grid(height: int, width: int) -> tuple[int, int]:
+def patch_grid(height: int, width: int, patch: int = PATCH) -> tuple[int, int]:
     """(rows, columns) of the patch grid of an image of ``height`` x ``width`` pixels, positive multiples of the patch size."""
-    check_sides((height, width), PATCH)
-    return int(height) // PATCH, int(width) // PATCH  # int: under tracing the sizes are tensors, which cannot be cache keys
+    check_sides((height, width), patch)
+    return int(height) // patch, int(width) // patch  # int: under tracing the sizes are tensors, which cannot be cache keys
 
 
 class ClassTokenModel(VisionModel):

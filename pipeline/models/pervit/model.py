@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,8 @@ from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
 from pipeline.models.registry import register
 
-LEAST_SIDE = 2 * PATCH  # of an image: Φp needs two tokens along an axis
+REMOVED = {"phi_p": "Φp", "conv_stem": "the convolutional stem"}
+Stride = Literal[1, 2]
 
 
 class PerViTSwitches(Switches):
@@ -39,6 +41,10 @@ class PerViTSwitches(Switches):
     """Channels of the four stages; null: Table S5. Rows c, f, h, i of Table 1 are widened to equal cost; the paper does not give the widths."""
     depths: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
     """Blocks of the four stages; null: Table S5."""
+    stem_widths: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
+    """Channels of the stem's first three convolutions, the fourth has those of the first stage; null: Table S5."""
+    stem_strides: tuple[Stride, Stride, Stride, Stride] = (2, 2, 2, 2)
+    """Strides of the stem's convolutions; their product is the side of a patch. [1, 2, 2, 1]: images of 32 pixels have 8 x 8 patches."""
     phi_p_distance: Literal["euclidean", "learned"] = "euclidean"
     """Table 5, Euc and Lrn. learned: distances between learned vectors, one per position, shared by the layers. Fixes the image size."""
     phi_p_neighbours: bool = True
@@ -54,8 +60,9 @@ class PerViTSwitches(Switches):
         if not self.phi_p and not self.phi_c:
             yield "must have phi_p or phi_c, without which attention averages the values: set one of them to true"
         for name, field in type(self).model_fields.items():
-            if not self.phi_p and name.startswith("phi_p_") and getattr(self, name) != field.default:
-                yield f"has {name} = {getattr(self, name)!r}, but phi_p = false removes Φp; drop one of the two"
+            for part, starts in (("phi_p", "phi_p_"), ("conv_stem", "stem_")):
+                if not getattr(self, part) and name.startswith(starts) and getattr(self, name) != field.default:
+                    yield f"has {name} = {getattr(self, name)!r}, but {part} = false removes {REMOVED[part]}; drop one of the two"
 
     @property
     def phi_design(self) -> PhiDesign | None:
@@ -73,34 +80,37 @@ class PerViTLayout:
     depths: tuple[int, int, int, int] = (2, 2, 6, 2)
     mlp_ratio: int = 4
 
-    def with_widths(self, widths: tuple[int, int, int, int]) -> PerViTLayout:
-        """The same layout with other stage widths, multiples of the heads; the stem's last width follows the first stage."""
-        for width in widths:
+    def with_sizes(self, switches: PerViTSwitches) -> PerViTLayout:
+        """The same layout with the switches' widths and depths. Raises UserError: a width is not a multiple of the heads."""
+        for width in switches.widths or ():
             if width % self.heads:
                 near = max(1, round(width / self.heads)) * self.heads
                 problem = f"model.switches.widths has {width}, but a width must be a multiple of the {self.heads} heads"
                 raise UserError(problem, f"set it to {near}")
-        return replace(self, widths=widths, stem_widths=(*self.stem_widths[:-1], widths[0]))
+        widths = switches.widths or self.widths
+        stem_widths = (*(switches.stem_widths or self.stem_widths[:-1]), widths[0])
+        return replace(self, widths=widths, stem_widths=stem_widths, depths=switches.depths or self.depths)
 
 
 class ConvStem(nn.Module):
-    """Convolutional patch embedding: four 3x3 convolutions with stride 2, BatchNorm and ReLU, then a 1x1 convolution.
+    """Convolutional patch embedding: four 3x3 convolutions with BatchNorm and ReLU, of stride 2 unless a switch says otherwise, then
+    a 1x1 convolution.
 
-    ``forward``: (B, 3, H, W) -> (B, width, H / 16, W / 16), in channels_last layout.
+    ``forward``: (B, 3, H, W) -> (B, width, H / patch, W / patch), patch being the product of the strides, in channels_last layout.
     """
 
-    def __init__(self, widths: tuple[int, ...]) -> None:
+    def __init__(self, widths: tuple[int, ...], strides: tuple[int, ...]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(inputs, width, 3, stride=2, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
-            for inputs, width in zip((3, *widths), widths)
+            nn.Sequential(nn.Conv2d(inputs, width, 3, stride, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+            for inputs, width, stride in zip((3, *widths), widths, strides)
         )
         self.projection = nn.Conv2d(widths[-1], widths[-1], 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # faster on GPUs and CPUs; what follows keeps the layout
         for layer in self.layers:
-            x = layer(x)  # each halves rows and columns
+            x = layer(x)  # by default each halves rows and columns
         return self.projection(x)
 
 
@@ -181,8 +191,8 @@ class PerViT(PhiModel):
     """Peripheral Vision Transformer.
 
     Args:
-        options: ``image_size``: a multiple of 16, at least 32. ``forward`` takes other sizes too: Φp is computed for the grid of
-            the image. ``activation_checkpointing``: neither of the stem, whose BatchNorm would update its statistics twice, nor of
+        options: ``image_size``: a multiple of the patch's side, 16 unless ``stem_strides`` say otherwise, and at least twice as
+            much. ``forward`` takes other sizes too: Φp is computed for the grid of the image. ``activation_checkpointing``: neither of the stem, whose BatchNorm would update its statistics twice, nor of
             Φp, whose activations do not grow with the batch.
 
     Probes of every layer: ``phi_p``, ``phi_c`` and ``attention``, see :class:`PeripheralAttention`. Raises UserError:
@@ -201,24 +211,25 @@ class PerViT(PhiModel):
     )
     blocks: ModuleList[Block]
     switches: PerViTSwitches
-    reference_switches = frozenset({"widths", "depths", "phi_p_init", "phi_p_frozen"})
+    reference_switches = frozenset({"widths", "depths", "stem_widths", "stem_strides", "phi_p_init", "phi_p_frozen"})
 
     def __init__(self, layout: PerViTLayout, switches: PerViTSwitches | None = None, **options: Any) -> None:
         switches, settings = switches or PerViTSwitches(), ModelOptions(**options)
-        if switches.widths is not None:
-            layout = layout.with_widths(switches.widths)
-        layout = replace(layout, depths=switches.depths or layout.depths)
+        layout = layout.with_sizes(switches)
         depth = sum(layout.depths)
         super().__init__(linear_drop_path(settings.drop_path, depth), settings.activation_checkpointing, switches)
         self.image_size = image_size = settings.image_size
-        check_sides([image_size], PATCH, LEAST_SIDE)
+        self.patch = prod(switches.stem_strides)
+        check_sides([image_size], self.patch, 2 * self.patch)  # Φp needs two tokens along an axis
         widths = [width for width, blocks in zip(layout.widths, layout.depths) for _ in range(blocks)]
-        self.stem = ConvStem(layout.stem_widths) if switches.conv_stem else nn.Conv2d(3, widths[0], PATCH, PATCH)
+        self.stem = (
+            ConvStem(layout.stem_widths, switches.stem_strides) if switches.conv_stem else nn.Conv2d(3, widths[0], PATCH, PATCH)
+        )
         self.image_format = torch.channels_last if switches.conv_stem else torch.contiguous_format
         if switches.position_embedding:
-            self.position_embedding = PositionEmbedding(image_size, extra_tokens=0, width=widths[0])
+            self.position_embedding = PositionEmbedding(image_size, extra_tokens=0, width=widths[0], patch=self.patch)
         if switches.phi_design:
-            self.add_phi_inputs(layout.heads, image_size // PATCH, switches.phi_design)
+            self.add_phi_inputs(layout.heads, image_size // self.patch, switches.phi_design)
         self.blocks = ModuleList(Block(widths[i], widths[min(i + 1, depth - 1)], layout, i, switches) for i in range(depth))
         self.norm = nn.LayerNorm(widths[-1], eps=NORM_EPS)
         self.head = nn.Linear(widths[-1], settings.num_classes)
@@ -232,23 +243,23 @@ class PerViT(PhiModel):
                 parameter.requires_grad_(False)
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """See the base class. H and W are multiples of 16 and at least 32."""
-        check_sides(images.shape[-2:], PATCH, LEAST_SIDE, of_images=True)
+        """See the base class. H and W are multiples of the patch and at least two."""
+        check_sides(images.shape[-2:], self.patch, 2 * self.patch, of_images=True)
         if self.switches.position_embedding:
             check_size(images, self.image_size)
         x = self._tokens(self.stem(images), noise)  # (B, N, width)
         return self.head(self.norm(x).mean(dim=1))  # (B, num_classes)
 
     def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
-        """The tokens after the last block, normalized, one map of stride 16: all four stages have one resolution.
+        """The tokens after the last block, normalized, one map of the patch's stride: all four stages have one resolution.
 
         Φp is computed for the grid of the images: its coordinates go from -1 to 1 on each axis whatever the number of tokens, so
-        that a head sees the same part of a larger image, not the same number of tokens. H and W are multiples of 16, at least 32;
-        the switch ``phi_p_distance=learned`` allows no other grid than that of ``image_size``.
+        that a head sees the same part of a larger image, not the same number of tokens. H and W are multiples of the patch, at
+        least two; the switch ``phi_p_distance=learned`` allows no other grid than that of ``image_size``.
         """
-        check_sides(images.shape[-2:], PATCH, LEAST_SIDE, of_images=True)
+        check_sides(images.shape[-2:], self.patch, 2 * self.patch, of_images=True)
         x = self._tokens(self.stem(images), noise)  # (B, N, width)
-        grid = (images.shape[-2] // PATCH, images.shape[-1] // PATCH)
+        grid = (images.shape[-2] // self.patch, images.shape[-1] // self.patch)
         return [self.normed_map(x.unflatten(1, grid), 0)]
 
     def _tokens(self, x: Tensor, noise: Tensor | None) -> Tensor:

@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pipeline.analysis.chapter import Request
+from pipeline.analysis.session import check_query
 from pipeline.errors import UserError
-from pipeline.models import create_model, flops
+from pipeline.logs.pictures import peripheral_maps
+from pipeline.models import as_features, create_model, flops
 from pipeline.models.common.probe import recorded
 from pipeline.models.pervit.model import PeripheralAttention, PerViT, PerViTLayout, PerViTSwitches, StaticAttention
 from pipeline.models.pervit.position import (
@@ -238,6 +241,11 @@ def test_probes_give_both_attentions_and_their_product() -> None:
         ),
         ({"phi_p_layer": 1}, "unknown switch 'phi_p_layer': did you mean 'phi_p_layers'?"),
         ({"widths": [128, 190, 224, 280]}, "model.switches.widths has 190, .* multiple of the 4 heads: set it to 192"),
+        (
+            {"conv_stem": False, "stem_strides": [1, 2, 1, 2]},
+            r"stem_strides = \(1, 2, 1, 2\), but conv_stem = false removes the convolutional stem",
+        ),
+        ({"stem_strides": [1, 2, 3, 2]}, r"model.switches.stem_strides"),
     ],
 )
 def test_switches_that_make_no_model_are_refused(switches: dict, message: str) -> None:
@@ -258,6 +266,25 @@ def test_widths_and_the_stem_follow_each_other() -> None:
     model = create_model("pervit_t", num_classes=2, image_size=32, switches={"widths": [132, 192, 224, 280]})
     assert model.stem.projection.out_channels == 132 and model.blocks[0].norm1.normalized_shape == (132,)
     assert model.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 2)
+
+
+def test_strides_of_the_stem_make_the_patches() -> None:
+    """Guards against small images on a grid of patches of 16 pixels, in the model, its figures or its feature maps."""
+    switches = {"widths": [16] * 4, "stem_widths": [4, 8, 12], "stem_strides": [1, 2, 1, 2], "position_embedding": True}
+    model = create_model("pervit_t", num_classes=2, image_size=32, switches=switches).eval()
+    assert [layer[0].out_channels for layer in model.stem.layers] == [4, 8, 12, 16]
+    assert model.patch == 4 and model.stem(torch.zeros(1, 3, 32, 32)).shape == (1, 16, 8, 8)
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 2) and model.position_embedding.grid == (8, 8)
+    assert peripheral_maps(model, 32).shape == (12, 4, 8, 8)  # layers, heads, rows, columns
+    check_query(Request(model, 32, (7, 7)))
+    with pytest.raises(
+        UserError, match="at 32 pixels there are 8 x 8 patches of 4 pixels: pass a row and a column from 0 to 7"
+    ):
+        check_query(Request(model, 32, (8, 0)))
+    with pytest.raises(UserError, match="image_size must be a multiple of 4 and at least 8, got 30"):
+        create_model("pervit_t", image_size=30, switches=switches)
+    features = as_features(create_model("pervit_t", 2, 24, switches={**switches, "position_embedding": False}))
+    assert features.strides == (4,) and features(torch.zeros(1, 3, 24, 32))[0].shape == (1, 16, 6, 8)
 
 
 def test_fewer_blocks_are_whole_stages() -> None:
