@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,14 @@ def native_bf16(device: torch.device) -> tuple[bool, str]:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False, f"this CPU has {found[0]}, but ONEDNN_MAX_CPU_ISA={os.environ.get('ONEDNN_MAX_CPU_ISA')} does without"
     return True, f"this CPU has {found[0]}"
+
+
+def cpu_name() -> str:
+    """This machine's kind of CPU, and the instructions that PyTorch uses: "AMD EPYC 9654 96-Core Processor, AVX512"."""
+    import torch
+
+    name = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{name[1] if name else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:

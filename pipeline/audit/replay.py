@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from pipeline.runs.rows import Row, is_count, kind_of
 
 # Columns that tell how fast a step was, or where, not what it computed.
 _OF_TIME = tuple("time data_wait slowest_ images_per_second mfu memory_gib peak_memory_gib store_ upload_ seconds".split())
+# What decides how sums are rounded, of those that a start records.
+_ROUNDING = ("device", "cpu", "cpu_threads", "packages", "world_size", "micro_batch_size")
 # On another world size or machine rounding differs, and the difference grows with every step. What is judged there, and by which relative
 # difference: some times the largest that was measured in float32 (docs/audit.md).
 _JUDGED_STEPS, _METRIC_BOUND, _BOUNDS = 5, 5e-3, {"loss": 1e-4, **dict.fromkeys(("epoch", "samples", "lr"), 0.0)}
@@ -52,6 +55,7 @@ class Replay:
 
     window: Window
     exact: bool = False  # whether every number has to be the same
+    unlike: list[str] = field(default_factory=list)  # keys of the run's start by which this one's rounding differs
     seconds: float = 0.0
     compared: dict[str, int] = field(default_factory=dict)  # kind -> how many were compared
     largest: dict[str, tuple[float, str]] = field(default_factory=dict)  # kind -> relative difference, of what
@@ -63,7 +67,8 @@ class Replay:
         for kind, count in self.compared.items():
             gap, name = self.largest[kind]
             parts.append(f"{count:,} {kind} " + (f"to {gap:.1e} ({name})" if gap else "bit for bit"))
-        return ", ".join(parts) or "nothing"
+        within = f"; within bounds, its {', '.join(self.unlike)} being other than the run's" if self.unlike else ""
+        return (", ".join(parts) or "nothing") + within
 
     def note(self, kind: str, name: str, gap: float, bound: float, problem: str) -> None:
         """Count something that was compared, keep the largest difference, and note a problem if it is above ``bound``."""
@@ -83,9 +88,11 @@ def choose(records: Records, count: int, longest: int, steps: Sequence[int], pro
     end = max(records.steps, default=0)
 
     def window(first: int) -> Window:
-        """From a checkpoint to the next one, or to a start on another number of processes or ZeRO stage."""
+        """From a checkpoint to the next one, or to a start on another number of processes or ZeRO stage, or another machine."""
         size, stage = next(([row[key] for key in keys] for row in reversed(starts) if row["step"] <= first), (1, 0))
         moved = [row["step"] for row in starts if [row[key] for key in keys] != [size, stage] and not processes]
+        if not processes and (before := _start_of(records, first)):
+            moved += [each.get("first_step", 1) - 1 for each in records.files.starts if _unlike(before, each)]
         last = min(step for step in (*known, *moved, end, first + longest) if step > first)
         return Window(first, last, processes or size, stage)
 
@@ -125,19 +132,34 @@ def train_again(records: Records, replay: Replay, folder: Path, within: bool) ->
     }
     recipe = folder / CONFIG
     replace_text(recipe, config_to_yaml(config.with_values(given)))
+    before = _start_of(records, window.first)
+    # As many cores as the run had: each rank takes its share of them for its threads.
+    cores = sorted(os.sched_getaffinity(0))
+    cores = cores[: window.processes * threads] if is_count(threads := before.get("cpu_threads")) and threads else cores
+    environment = {name: value for name, value in os.environ.items() if name != "SLURM_CPUS_PER_TASK"}
     with open(folder / _LOG, "wb") as log:
         command = python_command(window.processes, "pipeline.train", "--config", str(recipe))
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
+        limit = partial(os.sched_setaffinity, 0, cores)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, preexec_fn=limit)
+    code = done.returncode
     if code:
         lines = (folder / _LOG).read_text(errors="replace").splitlines()
         raise UserError(f"{window} cannot be trained again (exit code {code}): {lines[-1] if lines else 'no output'}")
     start = RunFiles(run).starts[-1]
-    earlier = [each for each in records.files.starts if each.get("first_step", 1) <= window.first + 1]
-    before: dict[str, Any] = earlier[-1] if earlier else {}
-    alike = all(before.get(key) == start[key] for key in ("device", "packages", "world_size", "micro_batch_size"))
-    fixed = start["device"] == "cpu" or config.train.deterministic or not alike
-    replay.exact = alike and fixed and not within
+    replay.unlike = _unlike(before, start) if before else ["start"]
+    fixed = "cpu" in start or config.train.deterministic
+    replay.exact = not replay.unlike and fixed and not within
     return run
+
+
+def _start_of(records: Records, step: int) -> dict[str, Any]:
+    """What environment.json has of the start that trained the step after ``step``; empty if it has none."""
+    return next((each for each in reversed(records.files.starts) if each.get("first_step", 1) <= step + 1), {})
+
+
+def _unlike(start: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What two starts differ in that decides how sums are rounded; what the first one does not tell is taken to be equal."""
+    return [key for key in _ROUNDING if start.get(key, other.get(key)) != other.get(key)]
 
 
 def compare(records: Records, run: Path, replay: Replay) -> None:

@@ -38,6 +38,7 @@ from pipeline.cluster.world import World
 from pipeline.config import Config, config_to_yaml
 from pipeline.errors import UserError
 from pipeline.files import GrowingFile, being_written, cut_behind_rows, remove_leftovers, replace_text, write_error
+from pipeline.hardware import cpu_name
 from pipeline.logs import console
 from pipeline.models.timm.names import is_timm
 from pipeline.runs import CONFIG, ENVIRONMENT, EVENTS, METRICS, SAMPLES
@@ -118,6 +119,7 @@ def _environment(config: Config, world: World) -> dict:
         **code_version(config),
         "world_size": world.size,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else platform.processor() or "cpu",
+        **({} if on_gpu else {"cpu": cpu_name(), "cpu_threads": world.cpu_threads}),  # rounding depends on both
         # What squeue and scontrol call the job, ARRAY_TASK in a job array; the rest as Slurm has it. Empty outside of a job.
         "slurm": {**({"job": job} if job else {}), **{name: os.environ[name] for name in _SLURM if name in os.environ}},
     }

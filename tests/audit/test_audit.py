@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,10 +14,15 @@ import numpy as np
 import pytest
 from safetensors import numpy as tensors
 
+from pipeline.audit.records import Records
+from pipeline.audit.replay import choose
 from pipeline.checkpoint.folder import saved_steps, step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest, checksum
-from support.ranks import run_forked, train, wait_for_steps
+from pipeline.config import load_config
+from pipeline.runs.files import RunFiles
+from support.ranks import Job, run_forked, train, wait_for_steps
 from support.runs import write_small_config
+from support.small_run import SMALL_MODEL
 
 pytestmark = pytest.mark.multiprocess
 KEYS = ("checkpoint.every_steps=2", "checkpoint.keep_last=9", "train.max_steps=8")
@@ -68,6 +75,33 @@ def test_a_run_that_was_killed_and_moved_agrees(elastic_run: Path) -> None:
 def test_on_other_processes_it_agrees_within_bounds(elastic_run: Path) -> None:
     (again,) = audit(elastic_run, "--steps", "5", "--processes", "1", code=0)["replays"]
     assert not again["exact"] and 0 < again["largest"]["metrics"][0] < 1e-4
+
+
+def test_a_run_of_more_threads_comes_again_with_as_many(digits_shards: Path, tmp_path: Path) -> None:
+    """A convolution on two threads adds in another order than on one, which is what this audit would have by itself."""
+    config, run = write_small_config(digits_shards, tmp_path), tmp_path / "run"
+    larger = ("model.switches.widths=[32,32,32,32]", "model.image_size=64", "train.max_steps=4", "checkpoint.every_steps=2")
+    Job(1, "--config", config, f"output_dir={run}", *SMALL_MODEL, *larger, SLURM_CPUS_PER_TASK="2").succeed()
+    (start,) = json.loads((run / "environment.json").read_text())
+    assert start["cpu_threads"] == min(2, len(os.sched_getaffinity(0))) and re.fullmatch(r".+, \w+", start["cpu"])
+    (again,) = audit(run, "--windows", "1", code=0)["replays"]
+    assert again["exact"] and not again["unlike"] and again["largest"]["tensors"][0] == 0.0, again
+
+
+def test_on_another_cpu_it_agrees_within_bounds(elastic_run: Path, tmp_path: Path) -> None:
+    """What a start on another machine has trained is a window of its own, and is not called forged for its rounding."""
+    run = Path(shutil.copytree(elastic_run, tmp_path / "run"))
+    path, config = run / "environment.json", load_config(run / "config.yaml")
+    starts = json.loads(path.read_text())
+    path.write_text(json.dumps([{**start, "cpu": "another, NEON"} for start in starts]))
+    (again,) = audit(run, "--steps", "8", code=0)["replays"]
+    assert not again["exact"] and again["unlike"] == ["cpu"]
+    assert "bit for bit; within bounds, its cpu being other than the run" in (tmp_path / "audit.html").read_text()
+    shutil.rmtree(step_folder(run, 4))
+    for cpu, end in {"another, NEON": 4, starts[-2]["cpu"]: 6}.items():
+        path.write_text(json.dumps([*starts[:-1], {**starts[-2], "first_step": 5, "cpu": cpu}, starts[-1]]))
+        (window,) = choose(Records(RunFiles(run), config), 1, 500, [3], None)
+        assert (window.first, window.last, window.processes) == (2, end, 2)
 
 
 def test_a_run_that_trains_is_not_audited(elastic_run: Path, digits_shards: Path, tmp_path: Path) -> None:
