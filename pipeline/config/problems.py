@@ -140,8 +140,8 @@ def _as_list(key: str, found: Any, root: type[Section]) -> str:
     section, _, name = key.rpartition(".")
     field = section_fields(section, root)[name]
     default = field.examples[0] if field.examples else field.default
-    parts = found.split(",") if isinstance(found, str) else [shown(found)]
-    needed = len(default) if isinstance(default, tuple) else len(parts)
+    parts = found.split(",") if isinstance(found, str) else [] if found is None else [shown(found)]
+    needed = len(default) if isinstance(default, tuple) or found is None else len(parts)
     words = [part.strip() for part in parts] if len(parts) == needed else [str(part) for part in default]
     text = f"[{','.join(words)}]"
     return text if len(text) <= _LONG and text.isprintable() else str(list(default)).replace(" ", "")
