@@ -5,13 +5,14 @@
     pervit config --markdown      the page docs/config.md of the repository
     pervit config --recipes       the configs that --config takes by name, and their folder
     pervit config --config ablations/pervit_table1_e_no_cpe    a config in full, as a file, with what it is in its first lines
+    pervit config --config pervit_t optim.lr=1e-3       the same, with overrides
 
 --config takes a file, or the name of a shipped config.
 """
 
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 import yaml
@@ -26,7 +27,9 @@ from pipeline.errors import UserError
 
 def main() -> None:
     parser = command_parser("pipeline.config", __doc__)
-    parser.add_argument("beginnings", nargs="*", metavar="KEY", help="a key or a prefix of keys (default: all)")
+    parser.add_argument(
+        "beginnings", nargs="*", metavar="KEY", help="a key or a prefix of keys (default: all); with --config: an override"
+    )
     parser.add_argument("--recipes", action="store_true", help="list the shipped configs instead of the keys")
     parser.add_argument("--config", metavar="CONFIG", help="print this config, a file or a name, with its bases and defaults")
     parser.add_argument("--markdown", action="store_true", help="print the page docs/config.md of the repository")
@@ -34,7 +37,7 @@ def main() -> None:
     if args.markdown:
         print(markdown_page(), end="")
     elif args.config:
-        print(whole_config(args.config), end="")
+        print(whole_config(args.config, args.beginnings), end="")
     elif args.recipes:
         names = (name for name in shipped_names() if not name.startswith("base/"))  # which are no runs
         print("\n".join([f"# {shipped_recipes()}", *names]))
@@ -45,7 +48,7 @@ def main() -> None:
         print(key_list(tuple(args.beginnings) or ("",), shutil.get_terminal_size().columns))
 
 
-def whole_config(name: str) -> str:
+def whole_config(name: str, overrides: Sequence[str] = ()) -> str:
     """A config as a file without a base: the comments that it begins with, which for a row of a table come from there; every key."""
     recipe = find_recipe(name)
     if isinstance(recipe, PaperRow):
@@ -53,7 +56,7 @@ def whole_config(name: str) -> str:
     else:
         lines = recipe.read_text(encoding="utf-8").splitlines(keepends=True)
         comments = "".join(takewhile(lambda line: line.startswith("#"), lines))
-    return comments + config_to_yaml(load_config(name))
+    return comments + config_to_yaml(load_config(name, overrides))
 
 
 def key_list(beginnings: tuple[str, ...], width: int) -> str:

@@ -21,6 +21,7 @@ from pipeline.config import Config, accumulation_steps, flatten, load_config, sh
 from pipeline.config.__main__ import whole_config
 from pipeline.config.loading import recipe_layers, shipped_names, shipped_recipe
 from pipeline.config.tables import ABLATIONS, PaperRow, paper_tables
+from pipeline.errors import UserError
 from pipeline.models import create_model, model_entry
 from support.launching import run_script
 from support.ranks import run_forked
@@ -148,6 +149,11 @@ def test_a_whole_config_is_the_same_config(tmp_path: Path) -> None:
     for name in ("ablations/convit_table3_d_gating_frozen_no_conv_init_10", "posmlp_s"):
         (tmp_path / "whole.yaml").write_text(whole_config(name))
         assert load_config(tmp_path / "whole.yaml") == loaded(name)
+    assert "\n  lr: 0.25\n" in whole_config("pervit_t", ["optim.lr=0.25"])
+    with pytest.raises(
+        UserError, match="override 'optim' is not of the form"
+    ):  # what asks for a part of the keys without --config
+        whole_config("pervit_t", ["optim"])
     text = whole_config("ablations/posmlp_figure1_f_gmlp_05").replace("\n# ", " ")
     for part in (
         "ACM MM 2022), Fig. 1 f: gMLP-S on 5 %",
