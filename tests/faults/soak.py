@@ -3,7 +3,8 @@
     PYTHONPATH=tests python -m faults.soak --folder build/soak --kills 1000
 
 Every case is drawn from its number: a model, an optimizer, world sizes and ZeRO stages, and what happens to it. ``ledger.jsonl`` gets a line
-for each case, so that the same command goes on where it stopped. The exit code is 1 if a case was judged to differ.
+for each case, so that the same command goes on where it stopped; ``--ledger benchmarks/results/soak.jsonl`` adds to the repository's. The
+exit code is 1 if a case was judged to differ.
 
 A power cut is one of the file system that holds the run (``power.py``; root only). Where moto and the extra ``remote`` are installed, some
 runs are in a bucket, and some of those lose their local folder with a kill. Where timm is, one of its models is among the models. Some of
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -192,7 +194,7 @@ def judged(ordeal: Case, folder: Path, stages: tuple[int, ...], sizes: tuple[int
         "launchers": ordeal.launchers,
         "done": done,
         "agrees": agrees,
-        "audit": said[-2:] if agrees else said,
+        **({} if agrees else {"audit": said}),
     }
 
 
@@ -226,6 +228,7 @@ def s3_server_where_installed() -> Iterator[int | None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("build/soak"))
+    parser.add_argument("--ledger", type=Path, help="default: FOLDER/ledger.jsonl")
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument(
         "--first",
@@ -235,7 +238,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     folder = args.folder.resolve()
-    shards, ledger = folder / "shards", folder / "ledger.jsonl"
+    shards, ledger = folder / "shards", args.ledger or folder / "ledger.jsonl"
     if not shards.exists():
         for words in (
             ("data_prep.make_demo_dataset", "--output", folder / "images"),
@@ -245,10 +248,17 @@ def main() -> int:
     rows = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
     with s3_server_where_installed() as store:
         while sum(sum(row["done"].values()) for row in rows) < args.kills:
-            rows.append(case(args.first + len(rows), shards, folder / "case", store))
+            known = {row["case"] for row in rows}
+            number = next(number for number in count(args.first) if number not in known)
+            rows.append(case(number, shards, folder / "case", store))
             with open(ledger, "a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
-            print({key: value for key, value in rows[-1].items() if key != "audit"}, *rows[-1]["audit"], sep="\n  ", flush=True)
+            print(
+                {key: value for key, value in rows[-1].items() if key != "audit"},
+                *rows[-1].get("audit", ()),
+                sep="\n  ",
+                flush=True,
+            )
     print(table(rows))
     return 0 if all(row["agrees"] for row in rows) else 1
 

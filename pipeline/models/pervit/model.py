@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scale_branch, scales_of_block
-from pipeline.models.common.layers import MLP, NORM_EPS, PATCH, AlignedLinear, ModuleList, check_sides, check_size, init_linear
+from pipeline.models.common.layers import MLP, NORM_EPS, AlignedLinear, ModuleList, check_sides, check_size, init_linear
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import PositionEmbedding, SelfAttention, merge_heads, split_heads
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
 from pipeline.models.registry import register
 
-REMOVED = {"phi_p": "Φp", "conv_stem": "the convolutional stem"}
 Stride = Literal[1, 2]
 
 
@@ -32,7 +31,7 @@ class PerViTSwitches(Switches):
     phi_c: bool = True
     """Content-based attention Φc (Table 1 c). false: Φc = 1, without query and key projections."""
     conv_stem: bool = True
-    """Convolutional stem (Tables 1, 3). false: DeiT's patch embedding, a 16x16 convolution with stride 16."""
+    """Convolutional stem (Tables 1, 3). false: DeiT's patch embedding, a convolution of a patch's size with its stride, 16."""
     cpe: bool = True
     """Convolutional position encoding before the first norm (Tables 1, 3). false: nothing in its place."""
     position_embedding: bool = False
@@ -44,7 +43,7 @@ class PerViTSwitches(Switches):
     stem_widths: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
     """Channels of the stem's first three convolutions, the fourth has those of the first stage; null: Table S5."""
     stem_strides: tuple[Stride, Stride, Stride, Stride] = (2, 2, 2, 2)
-    """Strides of the stem's convolutions; their product is the side of a patch. [1, 2, 2, 1]: images of 32 pixels have 8 x 8 patches."""
+    """Strides of the stem's convolutions; their product is the side of a patch, without a stem too. [1, 2, 2, 1]: 8 x 8 patches of 32 pixels."""
     phi_p_distance: Literal["euclidean", "learned"] = "euclidean"
     """Table 5, Euc and Lrn. learned: distances between learned vectors, one per position, shared by the layers. Fixes the image size."""
     phi_p_neighbours: bool = True
@@ -60,9 +59,10 @@ class PerViTSwitches(Switches):
         if not self.phi_p and not self.phi_c:
             yield "must have phi_p or phi_c, without which attention averages the values: set one of them to true"
         for name, field in type(self).model_fields.items():
-            for part, starts in (("phi_p", "phi_p_"), ("conv_stem", "stem_")):
-                if not getattr(self, part) and name.startswith(starts) and getattr(self, name) != field.default:
-                    yield f"has {name} = {getattr(self, name)!r}, but {part} = false removes {REMOVED[part]}; drop one of the two"
+            if not self.phi_p and name.startswith("phi_p_") and getattr(self, name) != field.default:
+                yield f"has {name} = {getattr(self, name)!r}, but phi_p = false removes Φp; drop one of the two"
+        if self.stem_widths and not self.conv_stem:
+            yield "has stem_widths, but conv_stem = false removes the convolutions that have them; drop one of the two"
 
     @property
     def phi_design(self) -> PhiDesign | None:
@@ -223,7 +223,9 @@ class PerViT(PhiModel):
         check_sides([image_size], self.patch, 2 * self.patch)  # Φp needs two tokens along an axis
         widths = [width for width, blocks in zip(layout.widths, layout.depths) for _ in range(blocks)]
         self.stem = (
-            ConvStem(layout.stem_widths, switches.stem_strides) if switches.conv_stem else nn.Conv2d(3, widths[0], PATCH, PATCH)
+            ConvStem(layout.stem_widths, switches.stem_strides)
+            if switches.conv_stem
+            else nn.Conv2d(3, widths[0], self.patch, self.patch)
         )
         self.image_format = torch.channels_last if switches.conv_stem else torch.contiguous_format
         if switches.position_embedding:

@@ -241,10 +241,7 @@ def test_probes_give_both_attentions_and_their_product() -> None:
         ),
         ({"phi_p_layer": 1}, "unknown switch 'phi_p_layer': did you mean 'phi_p_layers'?"),
         ({"widths": [128, 190, 224, 280]}, "model.switches.widths has 190, .* multiple of the 4 heads: set it to 192"),
-        (
-            {"conv_stem": False, "stem_strides": [1, 2, 1, 2]},
-            r"stem_strides = \(1, 2, 1, 2\), but conv_stem = false removes the convolutional stem",
-        ),
+        ({"conv_stem": False, "stem_widths": [8, 8, 8]}, "has stem_widths, but conv_stem = false removes the convolutions"),
         ({"stem_strides": [1, 2, 3, 2]}, r"model.switches.stem_strides"),
     ],
 )
@@ -283,6 +280,8 @@ def test_strides_of_the_stem_make_the_patches() -> None:
         check_query(Request(model, 32, (8, 0)))
     with pytest.raises(UserError, match="image_size must be a multiple of 4 and at least 8, got 30"):
         create_model("pervit_t", image_size=30, switches=switches)
+    without = create_model("pervit_t", 2, 32, switches={**switches, "conv_stem": False, "stem_widths": None})
+    assert without.stem.kernel_size == without.stem.stride == (4, 4) and without(torch.zeros(1, 3, 32, 32)).shape == (1, 2)
     features = as_features(create_model("pervit_t", 2, 24, switches={**switches, "position_embedding": False}))
     assert features.strides == (4,) and features(torch.zeros(1, 3, 24, 32))[0].shape == (1, 16, 6, 8)
 
