@@ -92,7 +92,7 @@ def choose(records: Records, count: int, longest: int, steps: Sequence[int], pro
         size, stage = next(([row[key] for key in keys] for row in reversed(starts) if row["step"] <= first), (1, 0))
         moved = [row["step"] for row in starts if [row[key] for key in keys] != [size, stage] and not processes]
         if not processes and (before := _start_of(records, first)):
-            moved += [each.get("first_step", 1) - 1 for each in records.files.starts if _unlike(before, each)]
+            moved += [_first_step(each) - 1 for each in records.files.starts if _unlike(before, each)]
         last = min(step for step in (*known, *moved, end, first + longest) if step > first)
         return Window(first, last, processes or size, stage)
 
@@ -154,7 +154,11 @@ def train_again(records: Records, replay: Replay, folder: Path, within: bool) ->
 
 def _start_of(records: Records, step: int) -> dict[str, Any]:
     """What environment.json has of the start that trained the step after ``step``; empty if it has none."""
-    return next((each for each in reversed(records.files.starts) if each.get("first_step", 1) <= step + 1), {})
+    return next((each for each in reversed(records.files.starts) if _first_step(each) <= step + 1), {})
+
+
+def _first_step(start: dict[str, Any]) -> int:
+    return first if is_count(first := start.get("first_step")) else 1
 
 
 def _unlike(start: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -297,4 +297,7 @@ def test_a_slow_node(trial: Callable[..., Trial], straight: Path) -> None:
         slow.start().until_the_fault()
         slow.nodes.switch.set(slow.nodes.switch.between(1), delay=0.02, loss=0.01, bandwidth=20e6)
         slow.job.succeed()
+    named = re.search(r"rank 1 on n1 costs \d+% of the step .*", slow.job.stdout())
+    assert named, slow.job.stdout()
+    print(named[0])
     slow.equals(straight)
