@@ -27,9 +27,7 @@ from pipeline.errors import UserError
 
 def main() -> None:
     parser = command_parser("pipeline.config", __doc__)
-    parser.add_argument(
-        "beginnings", nargs="*", metavar="KEY", help="a key or a prefix of keys (default: all); with --config: an override"
-    )
+    parser.add_argument("beginnings", nargs="*", metavar="KEY", help="a key or its beginning; with --config: an override")
     parser.add_argument("--recipes", action="store_true", help="list the shipped configs instead of the keys")
     parser.add_argument("--config", metavar="CONFIG", help="print this config, a file or a name, with its bases and defaults")
     parser.add_argument("--markdown", action="store_true", help="print the page docs/config.md of the repository")

@@ -222,11 +222,8 @@ class PerViT(PhiModel):
         self.patch = prod(switches.stem_strides)
         check_sides([image_size], self.patch, 2 * self.patch)  # Φp needs two tokens along an axis
         widths = [width for width, blocks in zip(layout.widths, layout.depths) for _ in range(blocks)]
-        self.stem = (
-            ConvStem(layout.stem_widths, switches.stem_strides)
-            if switches.conv_stem
-            else nn.Conv2d(3, widths[0], self.patch, self.patch)
-        )
+        stem = layout.stem_widths, switches.stem_strides
+        self.stem = ConvStem(*stem) if switches.conv_stem else nn.Conv2d(3, widths[0], self.patch, self.patch)
         self.image_format = torch.channels_last if switches.conv_stem else torch.contiguous_format
         if switches.position_embedding:
             self.position_embedding = PositionEmbedding(image_size, extra_tokens=0, width=widths[0], patch=self.patch)
