@@ -70,14 +70,15 @@ def _add(
     found: Findings, results: Mapping[str, Any], plot: Plot, measure: str, name: str, values: Mapping[str, Any], unit: str
 ) -> None:
     """Add a figure of the models that have its values, which are recorded under a name, and say why the others have none."""
-    lacking = {model: _reason(result, plot.name, measure) for model, result in results.items() if model not in values}
+    reasons = {model: _reason(result, plot.name, measure) for model, result in results.items() if model not in values}
+    lacking = {why: ", ".join(model for model in reasons if reasons[model] == why) for why in reasons.values()}
     for model, value in values.items():
         found.measure(f"{name}.{model}", value, unit)
     if values:
-        without = "".join(f" Without {model}: {why}" for model, why in lacking.items())
+        without = "".join(f" Without {who}: {why}" for why, who in lacking.items())
         found.plots.append(replace(plot, caption=plot.caption + without))
     else:
-        found.omitted[plot.name] = "No model has it. " + " ".join(f"{model}: {why}" for model, why in lacking.items())
+        found.omitted[plot.name] = "No model has it. " + " ".join(f"{who}: {why}" for why, who in lacking.items())
 
 
 def _layer_means(result: dict[str, Any], measure: str) -> list[float] | None:
@@ -98,7 +99,7 @@ def _reason(result: dict[str, Any], name: str, measure: str) -> str:
     for key in (name, measure.partition(".")[0], measure.rpartition(".")[2]):
         if key in result["omitted"]:
             return str(result["omitted"][key])
-    return f"{result['model']} has no such quantity."
+    return "it has no such quantity."
 
 
 def _lines(values: Mapping[str, Sequence[float]], colors: Mapping[str, str], label: str, per_unit: float | None) -> Figure:

@@ -60,7 +60,7 @@ def test_the_page_has_the_numbers_of_each_model(digits_shards: Path, tmp_path: P
     counts = alone["pervit"]["measures"]["region_counts"]["model"]
     np.testing.assert_allclose(all_["measures"]["region_shares"]["pervit"], 100 * np.array(counts) / sum(counts))
     captions = {figure["name"]: figure["caption"] for figure in all_["figures"]}
-    assert "Without convit: convit_ti has no such quantity." in captions["nonlocality_attention"]
+    assert "Without convit: it has no such quantity." in captions["nonlocality_attention"]
     assert "gates" in captions and "eval.analyses" in all_["omitted"]["attention_distance_over_training"]
 
 
@@ -91,7 +91,7 @@ def test_curves_of_a_training_are_those_of_its_rows(tmp_path: Path) -> None:
     found = compared({"run": result(run), "other": result("deit_t")})
     assert found.measures["attention_distance_over_training"] == {"run": [[1.0, [2.0, 0.0]], [2.0, [3.0, 0.0]]]}
     (plot,) = found.plots
-    assert "Without other" in plot.caption and "run: It needs images." in found.omitted["nonlocality_attention"]
+    assert "Without other" in plot.caption and "run, other: It needs images." in found.omitted["nonlocality_attention"]
     with style():
         axes = plot.draw().axes[0]
     assert [line.get_ydata().tolist() for line in axes.lines] == [[2.0, 3.0], [0.0, 0.0]]
