@@ -134,17 +134,19 @@ def train_again(records: Records, replay: Replay, folder: Path, within: bool) ->
     replace_text(recipe, config_to_yaml(config.with_values(given)))
     before = _start_of(records, window.first)
     # As many cores as the run had: each rank takes its share of them for its threads.
-    cores = sorted(os.sched_getaffinity(0))
-    cores = cores[: window.processes * threads] if is_count(threads := before.get("cpu_threads")) and threads else cores
+    cores, threads = sorted(os.sched_getaffinity(0)), before.get("cpu_threads")
+    if is_count(threads) and threads:
+        cores = cores[: window.processes * threads]
     environment = {name: value for name, value in os.environ.items() if name != "SLURM_CPUS_PER_TASK"}
     with open(folder / _LOG, "wb") as log:
         command = python_command(window.processes, "pipeline.train", "--config", str(recipe))
         limit = partial(os.sched_setaffinity, 0, cores)
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, preexec_fn=limit)
-    code = done.returncode
-    if code:
+    if done.returncode:
         lines = (folder / _LOG).read_text(errors="replace").splitlines()
-        raise UserError(f"{window} cannot be trained again (exit code {code}): {lines[-1] if lines else 'no output'}")
+        raise UserError(
+            f"{window} cannot be trained again (exit code {done.returncode}): {lines[-1] if lines else 'no output'}"
+        )
     start = RunFiles(run).starts[-1]
     replay.unlike = _unlike(before, start) if before else ["start"]
     fixed = "cpu" in start or config.train.deterministic

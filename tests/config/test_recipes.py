@@ -150,9 +150,7 @@ def test_a_whole_config_is_the_same_config(tmp_path: Path) -> None:
         (tmp_path / "whole.yaml").write_text(whole_config(name))
         assert load_config(tmp_path / "whole.yaml") == loaded(name)
     assert "\n  lr: 0.25\n" in whole_config("pervit_t", ["optim.lr=0.25"])
-    with pytest.raises(
-        UserError, match="override 'optim' is not of the form"
-    ):  # what asks for a part of the keys without --config
+    with pytest.raises(UserError, match="override 'optim' is not of the form"):  # without --config, a part of the keys
         whole_config("pervit_t", ["optim"])
     text = whole_config("ablations/posmlp_figure1_f_gmlp_05").replace("\n# ", " ")
     for part in (

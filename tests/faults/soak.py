@@ -3,8 +3,8 @@
     PYTHONPATH=tests python -m faults.soak --folder build/soak --kills 1000
 
 Every case is drawn from its number: a model, an optimizer, world sizes and ZeRO stages, and what happens to it. ``ledger.jsonl`` gets a line
-for each case, so that the same command goes on where it stopped; ``--ledger benchmarks/results/soak.jsonl`` adds to the repository's. The
-exit code is 1 if a case was judged to differ.
+for each case, so that the same command goes on where it stopped; ``--ledger FILE`` keeps it elsewhere. The exit code is 1 if a case
+was judged to differ.
 
 A power cut is one of the file system that holds the run (``power.py``; root only). Where moto and the extra ``remote`` are installed, some
 runs are in a bucket, and some of those lose their local folder with a kill. Where timm is, one of its models is among the models. Some of

@@ -192,8 +192,8 @@ class PerViT(PhiModel):
 
     Args:
         options: ``image_size``: a multiple of the patch's side, 16 unless ``stem_strides`` say otherwise, and at least twice as
-            much. ``forward`` takes other sizes too: Φp is computed for the grid of the image. ``activation_checkpointing``: neither of the stem, whose BatchNorm would update its statistics twice, nor of
-            Φp, whose activations do not grow with the batch.
+            much. ``forward`` takes other sizes too: Φp is computed for the grid of the image. ``activation_checkpointing``: neither of
+            the stem, whose BatchNorm would update its statistics twice, nor of Φp, whose activations do not grow with the batch.
 
     Probes of every layer: ``phi_p``, ``phi_c`` and ``attention``, see :class:`PeripheralAttention`. Raises UserError:
     ``image_size`` does not fit the stem, or a width the heads.
