@@ -77,8 +77,9 @@ def answer(program: str, description: str | None, run_folder: Callable[[Path, li
     parser = command_parser(program, description)
     parser.add_argument("--exit-code", required=True, type=int, help="the training's exit code")
     parser.add_argument("--config", required=True, type=Path, help="the training's config")
+    parser.add_argument("--doctor", action="store_true", help="changes nothing: an option of the training")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the training's overrides")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     job = job_name(os.environ) or "none"
     ended = f"{exit_reason(args.exit_code)} (exit code {args.exit_code})"
     try:

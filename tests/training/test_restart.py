@@ -46,6 +46,17 @@ def test_a_wrong_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert not (tmp_path / restart.RESTARTS).exists()
 
 
+def test_a_job_with_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Guards against `sbatch launch/train.slurm CONFIG --doctor`, which ends at its first time limit: the job asks with all its words."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"output_dir: {tmp_path}")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    words = ["--config", str(config), "train.epochs=2", "--doctor", f"output_dir={tmp_path / 'run'}"]
+    monkeypatch.setattr("sys.argv", ["restart", "--exit-code", "75", *words])
+    assert restart.main() == 0, capsys.readouterr().err
+    assert len(restart.read_restarts(tmp_path / "run" / restart.RESTARTS)) == 1
+
+
 @pytest.mark.parametrize("damage", ["", "[{", "{}x", '[{"job": "7"}]', "7", "[7]"])
 def test_a_damaged_list(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Guards against a traceback in the job's log, or a count that silently begins anew."""
