@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import secrets
 import threading
 import warnings
@@ -37,7 +38,9 @@ from pipeline.errors import NotConnected, UserError, first_line
 DEFAULT_TIMEOUT = 1800.0  # seconds per collective where no run sets its own: torch.distributed's default for gloo
 _FILES_PER_RANK = 2  # connections of each rank to the store: the rendezvous' and the heartbeat's
 _LATE = 20.0  # seconds after which rank 0 names those that are missing
-_ARRIVED = "arrived"  # key of the store to which each rank appends its number
+_NO_GPU = "found no GPU, unlike others"
+_ARRIVED = "arrived"  # key of the store to which each rank appends its number and kind of device
+_ARRIVAL = re.compile(r"(?<!\S)([0-9]+):(cpu|cuda)(?!\S)")
 _log = logging.getLogger(__name__)
 
 
@@ -130,7 +133,7 @@ def connect(world: World, timeout: timedelta) -> None:
     binding = world.device if backend == "nccl" else None
     late = threading.Timer(_LATE, _name_the_late, (size,))
     try:
-        store.append(_ARRIVED, f"{rank} ")  # type: ignore[attr-defined]  # missing in PyTorch's stubs
+        store.append(_ARRIVED, f"{rank}:{world.device.type} ")  # type: ignore[attr-defined]  # missing in PyTorch's stubs
         if rank == 0:
             late.start()
         if not on_one_machine:
@@ -173,15 +176,20 @@ def _allow_open_files(rank: int, size: int) -> None:
 
 def _name_the_late(size: int) -> None:
     """In a thread of rank 0: say for whom it waits. The connection of the main thread is locked meanwhile."""
-    if missing := _missing(store_client(_LATE), size):
+    missing, without = _missing(store_client(_LATE), size)
+    if missing:
         _log.warning(f"rank 0 has waited {_LATE:.0f} s for {_named(missing, size)}: see why in their logs")
+    elif without:
+        _log.warning(f"rank 0 has waited {_LATE:.0f} s for {_named(without, size)}, which {_NO_GPU}: see nvidia-smi there")
 
 
-def _missing(store: dist.TCPStore, size: int) -> list[int]:
+def _missing(store: dist.Store, size: int) -> tuple[list[int], list[int]]:
+    """Ranks that have not come, and ranks without a GPU where others have one."""
     with contextlib.suppress(RuntimeError):  # the store may be what was lost
-        arrived = set(store.get(_ARRIVED).decode(errors="replace").split())
-        return [other for other in range(size) if str(other) not in arrived]
-    return []
+        arrived = dict(_ARRIVAL.findall(store.get(_ARRIVED).decode(errors="replace")))
+        without = [int(rank) for rank, device in arrived.items() if device == "cpu" and "cuda" in arrived.values()]
+        return [other for other in range(size) if str(other) not in arrived], sorted(without)
+    return [], []
 
 
 def _named(missing: list[int], size: int) -> str:
@@ -189,13 +197,19 @@ def _named(missing: list[int], size: int) -> str:
     return f"{name_ranks(missing)} of {size} ranks" + (f" (on {', '.join(nodes)})" if nodes else "")
 
 
-def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> NotConnected:
+def _why(error: RuntimeError, store: dist.Store, rank: int, size: int) -> NotConnected:
     """The error of a failed rendezvous; names the missing ranks if the store still answers."""
-    if missing := _missing(store, size):
-        lost = NotConnected(
-            f"rank {rank} timed out waiting for {_named(missing, size)}", "see in their logs why they did not start"
+    missing, without = _missing(store, size)
+    if lacking := missing or without:
+        remedy = (
+            "see in their logs why they did not start"
+            if missing
+            else "see nvidia-smi there, and whether a container has its GPUs"
         )
-        lost.missing = missing
+        lost = NotConnected(
+            f"rank {rank} timed out waiting for {_named(lacking, size)}{'' if missing else f', which {_NO_GPU}'}", remedy
+        )
+        lost.missing = lacking
         return lost
     return NotConnected(
         f"rank {rank} cannot connect to the others ({first_line(error)}): see whether one has ended (its log), or set GLOO_SOCKET_IFNAME and "
