@@ -1,7 +1,6 @@
 """Resume a run: find the newest intact checkpoint, and load the slices that each rank holds."""
 
 import logging
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OtherForm
 from pipeline.checkpoint.parts import EMA, EMA_BUFFER, WEIGHT, Entry, SliceReader, find_gaps, find_not_finite, read_headers
 from pipeline.checkpoint.rank_slices import rank_slices, read_scalars, saved_buffers
 from pipeline.cluster.agreement import do_in_main, do_on_all
+from pipeline.cluster.environment import node_name
 from pipeline.cluster.world import World
 from pipeline.errors import UserError
 from pipeline.optim.averages import WeightAverage
@@ -108,7 +108,7 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
 
 
 def _unreadable(error: OSError) -> UserError:
-    problem = f"{error.filename or 'a checkpoint'} cannot be read on {socket.gethostname()} ({error.strerror})"
+    problem = f"{error.filename or 'a checkpoint'} cannot be read on {node_name()} ({error.strerror})"
     return UserError(problem, "check its file system, then give the same command again")
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,11 @@ def is_first_process() -> bool:
     """Whether this process will be rank 0, before torch.distributed is imported."""
     rank = os.environ.get("SLURM_PROCID", "0") if "SLURM_STEP_ID" in os.environ else "0"
     return os.environ.get("RANK", rank) == "0"
+
+
+def node_name() -> str:
+    """The node's name as Slurm's ``--exclude`` takes it; outside of Slurm the host's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 @dataclass(frozen=True)

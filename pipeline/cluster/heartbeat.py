@@ -14,7 +14,6 @@ import faulthandler
 import itertools
 import os
 import re
-import socket
 import threading
 import time
 import traceback
@@ -27,6 +26,7 @@ import torch.distributed as dist
 
 from pipeline.cluster import nccl
 from pipeline.cluster.beats import Beat, Board, Status, Verdict, print_now
+from pipeline.cluster.environment import node_name
 from pipeline.cluster.host import cause_on, hanging_read, own_address, unanswered
 from pipeline.cluster.lost_ranks import BROKEN_SILENCE_LIMIT, WARNING_SHARE, Judge, connection_lost, silence_limit
 from pipeline.cluster.meeting import store_client
@@ -51,7 +51,7 @@ class Heartbeat:
 
     def __init__(self, world: World, config: DistributedConfig, run_folder: Path | None = None) -> None:
         self._rank, self._size, self._config, self._run_folder = world.rank, world.size, config, run_folder
-        self._host = printable(socket.gethostname(), 255)
+        self._host = printable(node_name(), 255)
         self._address, self._waits, self._calls = own_address(os.environ.get("MASTER_ADDR", "")), "", set[tuple[str, str]]()
         self._place = (0, "starting", 0)  # step, doing, calls in this step; replaced as a whole: no lock needed
         self._told = self._place  # with the beat before

@@ -1,7 +1,6 @@
 """Reduce over all ranks what each has recorded: metrics of steps, bad samples, requests to a store."""
 
 import logging
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.cluster.environment import node_name
 from pipeline.cluster.world import World
 from pipeline.metrics import Metric, Reduction
 from pipeline.shards.mixed_set import MixedSet
@@ -34,7 +34,7 @@ class MetricReduction:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._hosts = world.gather(socket.gethostname())
+        self._hosts = world.gather(node_name())
         self._columns: dict[str, Reduction] = {}  # of all metrics that any rank has recorded, in the same order on all ranks
 
     def rows(self, steps: Sequence[Mapping[str, Metric]], seconds: float, waited: float) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import platform
-import socket
 import subprocess
 import time
 from collections import defaultdict
@@ -33,7 +32,7 @@ from xxhash import xxh3_64_hexdigest
 
 from pipeline.augment import BatchRequest
 from pipeline.cluster.agreement import do_in_main
-from pipeline.cluster.environment import job_name
+from pipeline.cluster.environment import job_name, node_name
 from pipeline.cluster.world import World
 from pipeline.config import Config, config_to_yaml
 from pipeline.errors import UserError
@@ -58,7 +57,7 @@ def write_run_files(config: Config, world: World, first_step: int, precision: st
     start = {
         **_environment(config, world),
         "precision": precision,
-        "hosts": sorted(set(world.gather(socket.gethostname()))),
+        "hosts": sorted(set(world.gather(node_name()))),
         "first_step": first_step,
         "micro_batch_size": config.train.micro_batch,
         **({AUTO_REASON: micro_batch} if micro_batch else {}),
