@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,19 +117,15 @@ def test_a_run_in_a_store(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 1 and "every node: output_dir: " in page and "verdict: none of 3 nodes" in page, page
 
 
+def well(names: Iterable[str], **more: Any) -> dict[str, dict[str, Any]]:
+    """What is known of healthy nodes."""
+    found = {"versions": {"numpy": "2.4"}, "CPUs": 96, "ranks": 8, "clock": 0.0, "link": 11e3, "batches": 16, "damaged": {}}
+    return {name: {**found, "faults": [], "lost": [], "cut": [], "clocks": {}, **more} for name in names}
+
+
 def test_a_page_of_many_nodes() -> None:
     """Guards against a verdict below sixty rows and sixty sentences that say the same."""
-    well = {
-        "versions": {"numpy": "2.4"},
-        "CPUs": 96,
-        "ranks": 8,
-        "faults": [],
-        "lost": [],
-        "damaged": [],
-        "clock": 0.0,
-        "link": 11e3,
-    }
-    nodes = {f"n{number}": dict(well) for number in range(64)}
+    nodes = well(f"n{number}" for number in range(64))
     for name in ("n7", "n20", "n40"):
         nodes[name]["versions"] = {"numpy": "1.26"}
     nodes["n9"]["link"] = 1200.0
@@ -136,7 +134,64 @@ def test_a_page_of_many_nodes() -> None:
     assert "n7, n20, n40: numpy 1.26, where most have 2.4" in verdict.lines
     others = [f"60 others, {what}" for what in ("least", "median", "most")]
     assert [line.split("  ")[0] for line in verdict.lines[1:8]] == [*verdict.leave_out, *others]
-    assert len(verdict.lines) == 1 + 7 + 2 + 2 and len(judge({name: dict(well) for name in NODES}).lines) == 1 + 3 + 1
+    assert len(verdict.lines) == 1 + 7 + 2 + 2 and len(judge(well(NODES)).lines) == 1 + 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("edits", "leave_out", "said"),
+    [
+        ({"n1": {"cut": ["n2", "n3", "n4"]}, "n2": {"cut": ["n1"]}}, ["n1"], "n1: its links to 3 nodes fail"),
+        (
+            {"n1": {"cut": ["n3", "n4"]}, "n2": {"cut": ["n3", "n4"]}},
+            [],
+            "undecided, which node is at fault: the link between n1 and n3",
+        ),
+        ({name: {"cut": ["n3", "n4"]} for name in ("n1", "n2", "n3", "n4")}, ["n3", "n4"], "n3, n4: its links to 3 nodes fail"),
+        ({"n3": {"cut": ["n4"]}}, [], "undecided, which node is at fault: the link between n3 and n4 fails"),
+        ({"n4": {"clocks": {"n1": 9.0, "n2": 9.0, "n3": 9.0}, "clock": 9.0}}, ["n4"], "n4: its clock is +9.0 s"),
+        (
+            {"n1": {"versions": {"numpy": "2.3"}}, "n2": {"versions": {"numpy": "2.3"}}},
+            [],
+            "numpy is 2.3 on n1, n2, 2.4 on n3, n4",
+        ),
+        (
+            {"n2": {"decodes": "cpu"}, **{name: {"decodes": "whole"} for name in ("n1", "n3")}, "n4": {"decodes": "regions"}},
+            ["n2"],
+            "n2: its GPU's",
+        ),
+        ({name: {"decodes": "cpu"} for name in ("n1", "n2", "n3", "n4")}, [], ""),
+        (
+            {"n1": {"damaged": {"bad": 12}}, "n2": {"damaged": {"bad": 12}}, "n3": {"batches": 9}, "n4": {"batches": 9}},
+            [],
+            "the data itself",
+        ),
+        ({"n1": {"damaged": {"bad": 9}}, "n2": {"batches": 8}}, ["n1"], "n1: 1 image it reads damaged"),
+        ({name: {"shm": 0.01 * at} for at, name in enumerate(("n1", "n2", "n3", "n4"), 1)}, [], "n3: /dev/shm has 31 MiB free"),
+        ({"n4": {"lost": [24], "cut": ["n1", "n2"]}, "n1": {"cut": ["n4"]}}, ["n4"], "n4: no answer from rank 24"),
+    ],
+)
+def test_who_is_blamed(edits: dict[str, dict[str, Any]], leave_out: list[str], said: str) -> None:
+    """Guards against a healthy node that is left out for its partner's link, a tie, a better decoder, or an image that others had no
+    time to read; and a fault that is not said because all nodes have it, or because it is a pair's."""
+    nodes = well(["n1", "n2", "n3", "n4"])
+    for name, edit in edits.items():
+        nodes[name] |= edit
+    verdict = judge(nodes)
+    assert verdict.leave_out == leave_out and verdict.sick == bool(said), verdict.lines
+    assert any(said in line for line in verdict.lines), verdict.lines
+
+
+def test_one_machine_and_a_job_of_two() -> None:
+    """Guards against "1 of 1 node to leave out", and against rank 0's node, which is right whatever it has."""
+    alone = judge(well(["box"], faults=["data: ..."]))
+    assert not alone.leave_out and alone.sick and alone.lines[-1] == "verdict: none of 1 node to leave out"
+    two = well(["n1", "n2"])
+    two["n1"]["versions"] = {"numpy": "1.26"}
+    two["n2"] |= {"clocks": {"n1": 30.0}, "cut": ["n1"]}
+    lines = judge(two).lines
+    assert lines[-1] == "verdict: none of 2 nodes to leave out" and len([line for line in lines if "undecided" in line]) == 3, (
+        lines
+    )
 
 
 def spoiled(shards: Path, copy: Path) -> Path:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint.bucket import RunStore
+from pipeline.cluster.environment import node_name
 from pipeline.cluster.host import cuda_of_driver, memory
 from pipeline.cluster.world import World
 from pipeline.config import Config
@@ -33,11 +33,6 @@ _CHUNK, _CHUNKS = 8 << 20, 4  # bytes that are written to the cache, read back, 
 _SMALL, _LARGE = 1 << 20, 1 << 24  # bytes of a message: the second if the first takes less than ``_QUICK`` seconds
 _QUICK = 0.05
 _TRIES = 5  # to read another node's clock
-
-
-def node_name() -> str:
-    """The node's name as Slurm's ``--exclude`` takes it; outside of Slurm the host's."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def limited(what: str, seconds: float, device: torch.device, action: Callable[[], Any]) -> tuple[Any, list[str]]:
@@ -64,7 +59,8 @@ def examine_rank(config: Config, world: World, reads: bool, seconds: float) -> d
     """Find what this rank can say of its node, as plain data. ``reads``: also try data, cache and decoder, which take at most
     ``seconds`` together."""
     on_gpu = world.device.type == "cuda"
-    versions = {name: str(value) for name, value in code_version(config)["packages"].items()}
+    code = code_version(config)
+    versions = {**code["packages"], "Python": code["python"], "the commit": str(code["git_commit"])}
     if DRIVER.exists():
         versions |= {"driver": DRIVER.read_text().split("\n")[0], "CUDA of the driver": str(cuda_of_driver())}
     if on_gpu:
@@ -78,6 +74,8 @@ def examine_rank(config: Config, world: World, reads: bool, seconds: float) -> d
         "shm": psutil.disk_usage("/dev/shm").free / GIB if os.path.isdir("/dev/shm") else 0.0,
         "faults": [],
     }
+    if on_gpu:
+        report["gpu_memory"] = torch.cuda.mem_get_info(world.device)[0] / GIB
     if reads:
         run = parse_place(config.output_dir)
         tried: dict[str, Callable[[], Any]] = {"data": lambda: read_data(config, world, seconds / 6)}
@@ -86,29 +84,32 @@ def examine_rank(config: Config, world: World, reads: bool, seconds: float) -> d
         )
         if cache := config.data.cache:
             tried["cache"] = lambda: write_and_read(Path(cache))
-        if on_gpu and config.data.decode != "cpu":
-            tried["decoder"] = lambda: decoding_verdict(open_training_set(config.data.path, {}), world.device).reason
-        for what, action in tried.items():
-            report[what], faults = limited(what, seconds / len(tried), world.device, action)
+        deadline = time.monotonic() + seconds
+        for left, (what, action) in zip(range(len(tried), 0, -1), tried.items()):
+            report[what], faults = limited(what, (deadline - time.monotonic()) / left, world.device, action)
             report["faults"] += faults
+        if on_gpu and config.data.decode != "cpu":  # the first time on a node takes long, and a run may do without
+            tries = lambda: decoding_verdict(open_training_set(config.data.path, {}), world.device).form  # noqa: E731
+            report["decodes"], _ = limited("decoder", deadline - time.monotonic(), world.device, tries)
     return report
 
 
-def read_data(config: Config, world: World, seconds: float) -> tuple[float, list[str]]:
+def read_data(config: Config, world: World, seconds: float) -> tuple[float, int, dict[str, int]]:
     """Read images from all over the training set, the same on every node, for so many seconds, as the loader does but past the
-    cache: MB/s of the best batch, and a sentence for each damaged image. Raises UserError: the set is not intact."""
+    cache: MB/s of the best batch, how many batches, and a sentence for each damaged image, with its batch. Raises UserError: the set is
+    not intact."""
     shards = open_training_set(config.data.path, config.data.mix, readers=world.size)
     chosen = np.linspace(0, len(shards) - 1, min(len(shards), _IMAGES)).astype(int).tolist()
-    rates, damaged, began = [0.0], list[str](), time.monotonic()
+    rates, damaged, began = list[float](), dict[str, int](), time.monotonic()
     for begin in range(0, len(chosen), _BATCH):
         before = time.perf_counter()
         images = shards.read_batch(chosen[begin : begin + _BATCH])
         good = [image for image in images if not isinstance(image, DamagedSample)]
         rates.append(sum(len(image) for image in good) / (time.perf_counter() - before) / 1e6)
-        damaged += [str(image) for image in images if isinstance(image, DamagedSample)]
+        damaged |= {str(image): len(rates) for image in images if isinstance(image, DamagedSample)}
         if time.monotonic() - began > seconds:
             break
-    return max(rates), damaged
+    return max(rates), len(rates), damaged
 
 
 def write_and_read(place: Place) -> float:
@@ -141,9 +142,9 @@ def write_and_read(place: Place) -> float:
     return max(rates)
 
 
-def measure_link(world: World, peer: int, reads_clock: bool) -> tuple[float, float | None]:
+def measure_link(world: World, peer: int) -> tuple[float, float | None]:
     """Measure MB/s to another rank over the run's backend, the best of three; and this node's clock less the peer's in seconds where
-    the peer is the lower rank and ``reads_clock``. Collective of the two."""
+    the peer is the lower rank. Collective of the two."""
     first = world.rank < peer
 
     def trip(buffer: torch.Tensor) -> float:
@@ -161,7 +162,7 @@ def measure_link(world: World, peer: int, reads_clock: bool) -> tuple[float, flo
     buffer = torch.zeros(int(size), dtype=torch.uint8, device=world.device)
     rate = 2 * int(size) / min(trip(buffer) for _ in range(3)) / 1e6
     tries = []
-    for _ in range(_TRIES if reads_clock else 0):
+    for _ in range(_TRIES):
         asked, theirs = clock(), torch.zeros(1, dtype=torch.float64, device=world.device)
         if first:
             dist.recv(theirs, peer)

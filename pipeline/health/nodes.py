@@ -5,6 +5,8 @@ No rank is waited for without a limit: all put what they find into the job's sto
 
 import json
 import os
+import re
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,20 +19,27 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from pipeline.cluster.environment import nodes_of
+from pipeline.cluster.environment import node_name, nodes_of
 from pipeline.cluster.meeting import store_client
 from pipeline.cluster.world import World, name_ranks
 from pipeline.config import Config
-from pipeline.errors import UserError, counted
-from pipeline.health.checks import examine_rank, limited, measure_link, node_name, partner
+from pipeline.errors import NotConnected, UserError, counted, first_few, first_line
+from pipeline.health.checks import examine_rank, limited, measure_link, partner
+from pipeline.loader.probe import FORMS
 from pipeline.logs.console import say_once
 
 SECONDS = 180.0  # for all of it; a third each for the meeting, for what a rank can do alone, and for the links
 _SHARE = 1 / 3  # of the median of all nodes: who has less is slow, or short of memory
 _LEAST_SHM = 1 / 16  # GiB: NCCL's buffers between the processes of a node
-_CLOCK = 1.0  # seconds from the median of all nodes' clocks
+_CLOCK = 1.0  # seconds between two nodes' clocks
+_SLOT = 1.5  # seconds, at least, for a link
 _RATES = ("data", "cache", "output_dir", "link")
-_COLUMNS = {"memory": "GiB free", "shm": "GiB /dev/shm", **{what: f"{what} MB/s" for what in _RATES}}
+_COLUMNS = {
+    "memory": "GiB free",
+    "gpu_memory": "GPU GiB free",
+    "shm": "GiB /dev/shm",
+    **{what: f"{what} MB/s" for what in _RATES},
+}
 _SHOWN = 16  # of the nodes that are well; of more, the extremes and the median
 
 
@@ -44,8 +53,19 @@ class Verdict:
 
 
 def examine(config: Config, world: World, seconds: float = SECONDS) -> Verdict:
-    """Examine all nodes of a job; a rank that stops answering is named. Collective, with the same result on every rank."""
-    names = world.gather(node_name())
+    """Examine all nodes of a job; a rank that stops answering is named. Collective, with the same result on every rank. Raises
+    NotConnected: rank 0 has stopped."""
+    try:
+        return _examined(config, world, seconds)
+    except RuntimeError as error:  # the store's
+        if world.is_main:
+            raise
+        problem = f"rank 0, which collects what all find, gives no answer ({first_line(error)})"
+        raise NotConnected(problem, "leave its node out") from None
+
+
+def _examined(config: Config, world: World, seconds: float) -> Verdict:
+    names, began = world.gather(node_name()), time.monotonic()
     leaders = [names.index(name) for name in dict.fromkeys(names)]
     say_once(world, f"examining {counted(len(leaders), 'node')} with {counted(world.size, 'process')}, at most {seconds:.0f} s")
     store = store_client(seconds) if world.size > 1 else dist.HashStore()
@@ -53,13 +73,13 @@ def examine(config: Config, world: World, seconds: float = SECONDS) -> Verdict:
     store.set(f"doctor/own/{world.rank}", json.dumps(own))
     reports: dict[int, Any] = {}
     if world.is_main:
-        reports = _collect(store, "own", range(world.size), seconds / 3)
+        reports = _collect(store, "own", range(world.size), began + seconds / 3)
         store.set("doctor/leaders", json.dumps([rank for rank in leaders if rank in reports]))
     answering = json.loads(store.get("doctor/leaders"))
     if world.rank in answering:
         store.set(f"doctor/links/{world.rank}", json.dumps(_links(world, answering, names, seconds / 4)))
     if world.is_main:
-        links = _collect(store, "links", answering, seconds / 3)
+        links = _collect(store, "links", answering, began + 2 * seconds / 3)
         verdict = judge(_by_node(names, reports, links))
         store.set("doctor/verdict", json.dumps(vars(verdict)))
         deadline = time.monotonic() + 5
@@ -89,33 +109,31 @@ def absent(missing: Sequence[int]) -> list[str]:
     return lines + [f"--exclude={nodes}"] * bool(nodes)
 
 
-def _collect(store: dist.Store, what: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
+def _collect(store: dist.Store, what: str, ranks: Iterable[int], deadline: float) -> dict[int, Any]:
     """What ranks have put into the store, without those from whom nothing comes in time."""
-    found, deadline = {}, time.monotonic() + seconds
+    found = {}
     for rank in ranks:
         key = f"doctor/{what}/{rank}"
         with suppress(RuntimeError):  # PyTorch's, after the time
-            store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+            store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
             found[rank] = json.loads(store.get(key))
     return found
 
 
 def _links(world: World, leaders: list[int], names: list[str], seconds: float) -> dict[str, Any]:
-    """Measure the links from this node to all others, two by two."""
+    """Measure the links from this node to others, two by two: to all, or to as many as there is time for if all fail. A turn ends at
+    the same time on every node, so that none waits in the next one for a partner that still waits for a third."""
     count, index = len(leaders) + len(leaders) % 2, leaders.index(world.rank)
-    rates, faults, offset, deadline = dict[str, float](), list[str](), 0.0, time.monotonic() + seconds
-    for turn in range(count - 1):
-        other = partner(index, turn, count)
-        if other >= len(leaders) or (left := deadline - time.monotonic()) <= 0:
-            continue
-        peer, with_clock = leaders[other], 0 in (index, other)
-        what, limit = f"link to {names[peer]}", min(left, seconds / 3)
-        found, wrong = limited(what, limit, world.device, partial(measure_link, world, peer, with_clock))
-        faults += wrong
-        if found:
-            rates[names[peer]] = found[0]
-            offset = offset if found[1] is None else found[1]
-    return {**({"link": float(np.median(list(rates.values())))} if rates else {}), "clock": offset, "link_faults": faults}
+    turns = min(count - 1, max(1, int(seconds / _SLOT)))
+    found, began = dict[str, Any](), time.monotonic()
+    for turn in range(turns):
+        if (other := partner(index, turn, count)) < len(leaders):
+            peer, left = leaders[other], began + (turn + 1) * seconds / turns - time.monotonic()
+            found[names[peer]], _ = limited("link", max(left, 0.1), world.device, partial(measure_link, world, peer))
+    rates = [each[0] for each in found.values() if each]
+    clocks = {name: each[1] for name, each in found.items() if each and each[1] is not None}
+    cut = [name for name, each in found.items() if not each]
+    return {**({"link": float(np.median(rates))} if rates else {}), "clocks": clocks, "cut": cut}
 
 
 def _by_node(names: list[str], reports: dict[int, Any], links: dict[int, Any]) -> dict[str, dict[str, Any]]:
@@ -126,56 +144,128 @@ def _by_node(names: list[str], reports: dict[int, Any], links: dict[int, Any]) -
         node = nodes.setdefault(name, {**report, **link, "faults": [], "ranks": 0, "lost": []})
         node["ranks"] += 1
         node["faults"] += report["faults"]
+        for what in ("memory", "gpu_memory"):
+            node |= {what: min(node[what], report[what])} if what in node and what in report else {}
+        of_first = node.get("versions", {})
+        for what in of_first.keys() & report.get("versions", {}):  # another GPU, or a rank in another environment
+            if of_first[what] != (of_rank := report["versions"][what]):
+                node["faults"].append(f"rank {rank} has {what} {of_rank}, rank {names.index(name)} has {of_first[what]}")
         if rank not in reports or rank == names.index(name) and not link:
             node["lost"].append(rank)
         if node["ranks"] == 1 and node.get("data"):
-            node["data"], node["damaged"] = node["data"]
+            node["data"], node["batches"], node["damaged"] = node["data"]
+    for name, node in nodes.items():  # a clock is read by one of the two
+        ahead = [*node.get("clocks", {}).values()] + [
+            -other["clocks"][name] for other in nodes.values() if name in other.get("clocks", {})
+        ]
+        node |= {"clock": float(np.median(ahead))} if ahead else {}
     return nodes
 
 
 def judge(nodes: Mapping[str, dict[str, Any]]) -> Verdict:
-    """Compare the nodes with each other: with the median of all for figures, with what most have for versions and counts. What is
-    wrong on every node that answers, such as data that is not there, is no node's fault."""
+    """Compare the nodes with each other: with the median of all for figures, with what most have for versions and counts, by pairs for
+    links and clocks. What is wrong on every node that answers, such as data that is not there, is no node's fault, nor is anything in
+    which as many nodes have one thing as another."""
     wrong: dict[str, list[str]] = {name: list(node["faults"]) for name, node in nodes.items()}
-    heard = {name: node for name, node in nodes.items() if "CPUs" in node}
-    facts = {name: {**node["versions"], "CPUs": str(node["CPUs"]), "ranks": str(node["ranks"])} for name, node in heard.items()}
-    known = sorted(set().union(*facts.values()))
-    usual = {what: Counter(found.get(what, "none") for found in facts.values()).most_common(1)[0][0] for what in known}
-    medians = _reduced(nodes.values(), np.median)
-    images = [set(node["damaged"]) for node in nodes.values() if "damaged" in node]
-    of_data = set.intersection(*images) if images else set()
-    all_answer = not any(node["lost"] for node in nodes.values())
     for name, node in nodes.items():
-        say = wrong[name].append
-        if node["lost"]:
-            say(f"no answer from rank {', '.join(map(str, node['lost']))}")
-        if node.get("decoder"):
-            say(node["decoder"])
-        if node.get("shm", 1.0) < _LEAST_SHM:
-            say(f"/dev/shm has {1024 * node['shm']:.0f} MiB free, at least {1024 * _LEAST_SHM:.0f} are needed")
-        failed = node.get("link_faults", [])  # a link has two ends: the node that most others do not reach is at fault
-        if all_answer and len(failed) > (len(nodes) - 1) / 2:
-            wrong[name] += failed
-        for what, most in usual.items() if name in facts else ():
-            if (found := facts[name].get(what, "none")) != most:
-                say(f"{what} {found}, where most have {most}")
-        for what, unit in _COLUMNS.items():  # all write to one output_dir at once, and some are served first
-            if what != "output_dir" and isinstance(value := node.get(what), float) and value < _SHARE * medians[what]:
-                say(f"{_short(value)} {unit}, less than a third of the nodes' median {_short(medians[what])}")
-        if "clock" in node and abs(apart := node["clock"] - medians["clock"]) > _CLOCK:
-            say(f"its clock is {apart:+.1f} s from the nodes' median")
-        if here := [sentence for sentence in node.get("damaged", []) if sentence not in of_data]:
-            say(f"{counted(len(here), 'image')} it reads damaged, unlike the others: {here[0]}")
+        wrong[name] += [f"no answer from rank {', '.join(map(str, node['lost']))}"] if node["lost"] else []
+    heard = {name: node for name, node in nodes.items() if "CPUs" in node}
+    undecided = _compare_versions(heard, wrong)
+    _compare_figures(nodes, wrong)
+    undecided += _compare_pairs(nodes, wrong)
+    damaged = _compare_damage(heard, wrong)
     same = {each: [name for name in nodes if each in wrong[name]] for sentences in wrong.values() for each in sentences}
-    of_all = {sentence for sentence, names in same.items() if 1 < len(names) == len(facts)}
-    leave_out = [name for name in nodes if not of_all.issuperset(wrong[name])]
+    kind = {each: re.sub(r"[0-9]+", "", each) for each in same}  # figures may differ
+    of_all = set.intersection(*({kind[each] for each in wrong[name]} for name in heard)) if heard else set()
+    leave_out = [name for name in nodes if any(kind[each] not in of_all for each in wrong[name])]
     lines = _table(nodes, leave_out)
-    lines += [f"{'every node' if sentence in of_all else ', '.join(names)}: {sentence}" for sentence, names in same.items()]
-    if of_data:
-        lines.append(f"the data itself, on every node: {counted(len(of_data), 'damaged image')}: {min(of_data)}")
+    lines += [f"{'every node' if len(names) == len(nodes) > 1 else ', '.join(names)}: {each}" for each, names in same.items()]
+    lines += [f"undecided, which node is at fault: {each}" for each in undecided]
+    if damaged:
+        lines.append(f"the data itself, on every node: {counted(len(damaged), 'damaged image')}: {damaged[0]}")
     lines.append(f"verdict: {len(leave_out) or 'none'} of {counted(len(nodes), 'node')} to leave out")
     lines += [f"--exclude={','.join(leave_out)}"] * bool(leave_out)
-    return Verdict(lines, leave_out, bool(leave_out or of_data or of_all))
+    return Verdict(lines, leave_out, bool(same or damaged or undecided))
+
+
+def _compare_versions(nodes: Mapping[str, dict[str, Any]], wrong: dict[str, list[str]]) -> list[str]:
+    """Add to what is ``wrong`` where a node has not what most have; returns what no value has a majority in."""
+    undecided = []
+    facts = {name: {**node["versions"], "CPUs": str(node["CPUs"]), "ranks": str(node["ranks"])} for name, node in nodes.items()}
+    for what in sorted(set().union(*facts.values())):
+        found = {name: of_node.get(what, "none") for name, of_node in facts.items()}
+        if (most := _of_most(found.values())) is not None:
+            for name in found:
+                wrong[name] += [f"{what} {found[name]}, where most have {most}"] if found[name] != most else []
+            continue
+        who = {each: first_few([name for name in found if found[name] == each]) for each in found.values()}
+        undecided.append(f"{what} is {', '.join(f'{each} on {names}' for each, names in who.items())}")
+    forms = {name: FORMS.index(node["decodes"]) for name, node in nodes.items() if node.get("decodes")}
+    for name, form in forms.items():
+        if form > (usual := statistics.median_low(forms.values())):  # a better one is welcome
+            wrong[name].append(f"its GPU's decoder: {FORMS[form]}, where others have {FORMS[usual]}")
+    return undecided
+
+
+def _of_most(values: Iterable[str]) -> str | None:
+    """The value of more than half; None where there is none."""
+    values = list(values)
+    return next((value for value, count in Counter(values).most_common(1) if 2 * count > len(values)), None)
+
+
+def _compare_figures(nodes: Mapping[str, dict[str, Any]], wrong: dict[str, list[str]]) -> None:
+    medians = _reduced(nodes.values(), np.median)
+    for name, node in nodes.items():
+        if node.get("shm", 1.0) < _LEAST_SHM:
+            wrong[name].append(f"/dev/shm has {1024 * node['shm']:.0f} MiB free, at least {1024 * _LEAST_SHM:.0f} are needed")
+        for what, unit in _COLUMNS.items():  # all write to one output_dir at once, and some are served first
+            if what != "output_dir" and isinstance(value := node.get(what), float) and value < _SHARE * medians[what]:
+                less = f"less than a third of the nodes' median {_short(medians[what])}"
+                wrong[name].append(f"{_short(value)} {unit}, {less}")
+
+
+def _compare_pairs(nodes: Mapping[str, dict[str, Any]], wrong: dict[str, list[str]]) -> list[str]:
+    """Add to what is ``wrong`` whose links fail and whose clock is off; returns where it may be the one node or the other."""
+    well = {name: node for name, node in nodes.items() if not node["lost"]}
+    cut = {frozenset((name, other)) for name, node in well.items() for other in node.get("cut", []) if other in well}
+    blamed, left = _in_most(cut)
+    for name in blamed:
+        others = sorted(other for pair in cut if name in pair for other in pair - {name})
+        wrong[name].append(f"its links to {counted(len(others), 'node')} fail, such as that to {others[0]}")
+    undecided = [f"the link between {' and '.join(sorted(pair))} fails" for pair in left]
+    clocks = {frozenset((name, other)): ahead for name, node in well.items() for other, ahead in node.get("clocks", {}).items()}
+    blamed, left = _in_most({pair for pair, ahead in clocks.items() if abs(ahead) > _CLOCK})
+    for name in blamed:
+        wrong[name].append(f"its clock is {nodes[name]['clock']:+.1f} s from the nodes' median")
+    return undecided + [f"the clocks of {' and '.join(sorted(pair))} differ by {abs(clocks[pair]):.1f} s" for pair in left]
+
+
+def _in_most(pairs: set[frozenset[str]]) -> tuple[list[str], list[frozenset[str]]]:
+    """Whom to blame for pairs of nodes that do not fit: again and again the nodes that are in most of them; and the pairs that are left
+    where several are in one or two."""
+    blamed, left = list[str](), set(pairs)
+    while left:
+        counts = Counter(name for pair in left for name in pair)
+        most = [name for name, count in counts.items() if count == max(counts.values())]
+        if len(most) > 1 and counts[most[0]] < 3:
+            break
+        blamed += most
+        left = {pair for pair in left if pair.isdisjoint(most)}
+    return blamed, sorted(left, key=sorted)
+
+
+def _compare_damage(nodes: Mapping[str, dict[str, Any]], wrong: dict[str, list[str]]) -> list[str]:
+    """Add to what is ``wrong`` which images only some nodes read damaged; returns those that no node has read well: not all get as far in
+    their time."""
+    places = {sentence: batch for node in nodes.values() for sentence, batch in node.get("damaged", {}).items()}
+    readers = [node for node in nodes.values() if "damaged" in node]
+    well = {
+        each for each, batch in places.items() for node in readers if batch <= node["batches"] and each not in node["damaged"]
+    }
+    for name, node in nodes.items():
+        if here := [each for each in node.get("damaged", {}) if each in well]:
+            wrong[name].append(f"{counted(len(here), 'image')} it reads damaged, unlike the others: {here[0]}")
+    return sorted(places.keys() - well)
 
 
 def _reduced(nodes: Iterable[Mapping[str, Any]], reduce: Callable[[list[float]], Any]) -> dict[str, Any]:
@@ -191,9 +281,12 @@ def _table(nodes: Mapping[str, dict[str, Any]], leave_out: list[str]) -> list[st
     if len(well) > _SHOWN:
         reduced: dict[str, Callable[..., Any]] = {"least": min, "median": np.median, "most": max}
         well = {f"{len(well)} others, {what}": _reduced(well.values(), reduce) for what, reduce in reduced.items()}
-    rows = [["node", "ranks", "device", "CPUs", *_COLUMNS.values(), "clock ms", ""]]
+    columns = {
+        what: unit for what, unit in _COLUMNS.items() if any(isinstance(node.get(what), float) for node in nodes.values())
+    }
+    rows = [["node", "ranks", "device", "CPUs", *columns.values(), "clock ms", ""]]
     for name, node in {**{name: nodes[name] for name in leave_out}, **well}.items():
-        figures = [_short(node[what]) if isinstance(node.get(what), float) else "" for what in _COLUMNS]
+        figures = [_short(node[what]) if isinstance(node.get(what), float) else "" for what in columns]
         ticks = f"{1000 * node['clock']:+,.1f}" if "clock" in node else ""
         place = (str(node.get(what, "")) for what in ("ranks", "device", "CPUs"))
         rows.append([name, *place, *figures, ticks, "leave out" if name in leave_out else "ok"])

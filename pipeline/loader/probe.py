@@ -46,7 +46,7 @@ from pipeline.stream.samples import Samples
 from pipeline.terminal import Stage
 
 PROGRAM = (sys.executable, "-m", "pipeline.loader.probe")
-_FORMS = (REGIONS, WHOLE, CPU)  # the best first
+FORMS = (REGIONS, WHOLE, CPU)  # the best first
 _TIMEOUT = 120.0  # seconds for each form: imports from a slow file system, a CUDA context, three batches
 _BATCHES, _BATCH, _SIZE = 3, 32, 224  # images in a batch; side of the output in pixels
 # Mean difference in levels of 255: of all images, of each. On ImageNet, pixels of decoders that are right differ by 0.8 and 2.5 (one
@@ -87,7 +87,7 @@ def usable_decoding(decode: str, shards: Samples, world: World) -> tuple[str, st
 
 def agreed(own: Verdict | None, world: World) -> Verdict:
     """The worst verdict of all ranks, some of which have none. Collective."""
-    return max((Verdict(*each) for each in world.gather(own) if each), key=lambda verdict: _FORMS.index(verdict.form))
+    return max((Verdict(*each) for each in world.gather(own) if each), key=lambda verdict: FORMS.index(verdict.form))
 
 
 def decoding_verdict(
@@ -103,14 +103,14 @@ def decoding_verdict(
     place = _place(about)
     with suppress(OSError, ValueError, TypeError):  # there is no verdict of an earlier start, or the file is damaged
         known, reason = json.loads(place.read_bytes()) if place else (None, None)
-        if known in _FORMS and isinstance(reason, str):
+        if known in FORMS and isinstance(reason, str):
             return Verdict(known, reason)
     try:
         question, expected = _question(batches)
     except UserError as error:  # the loader will meet it too, and knows what to do
         return Verdict(CPU, f"the CPU decodes images: there are none to try the GPU with ({first_line(error)})")
     faults: dict[str, str] = {}
-    for form in _FORMS:
+    for form in FORMS:
         fault = "" if form == CPU else _fault([*program, form, str(device)], question, expected, timeout)
         if not fault:
             break
