@@ -14,7 +14,7 @@ from pipeline.planning.length import IMAGE_BYTES, RECIPE_SECONDS  # measured: do
 
 # Measured here (docs/results/).
 TABLE_BYTES = 32  # of the index, a sample: pipeline/shards/manifest.py
-PARAMETERS, BYTES_PER_PARAMETER = 43.7e6, 12  # PerViT-M; weights and AdamW's moments in fp32: 525 MB, "Checkpoints"
+PARAMETERS, BYTES_PER_PARAMETER = 43.72e6, 12  # PerViT-M; weights and AdamW's moments in fp32: 525 MB, "Checkpoints"
 OPENS_PER_RANK = 20  # of a checkpoint's files at a start: "A checkpoint of many ranks"
 # From a config: the defaults of docs/config.md, and configs/pervit_m.yaml.
 BATCH_PER_GPU, SAVE_EVERY, SILENCE = 128, 1000, 60.0
@@ -42,9 +42,7 @@ DATA = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--images-per-second", type=float, default=1000, help="of one GPU (default: 1000, PerViT-M on an H100, an estimate)"
-    )
+    parser.add_argument("--images-per-second", type=float, default=1000, help="of one GPU (default: 1000, a round figure)")
     args = parser.parse_args()
     pace = args.images_per_second
     rows: dict[str, list[str]] = {}
