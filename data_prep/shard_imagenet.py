@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument(
         "--classes",
         metavar="0-99|FILE",
-        help="keep these classes alone: numbers in class order, from 0, or a file with a class a line",
+        help="keep these classes alone: numbers in class order, from 0, or a file with one class per line",
     )
     parser.add_argument(
         "--subset",

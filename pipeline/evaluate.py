@@ -32,7 +32,7 @@ def main() -> None:
     where = "folder or URL with shards, or folder with images: CLASS/*.JPEG or SPLIT/CLASS/*.JPEG"
     switch = "override a switch of the model, such as ConViT's attention masks; repeatable"
     others = "another set: real, v2, a, r or sketch; see above; repeatable"
-    few = "a file with a name a line, or names with commas between: only these classes count, and only their images"
+    few = "a file with one name per line, or names with commas between: only these classes count, and only their images"
     rows = "also write a row for each image, to a .csv, .jsonl or .parquet file in a folder that all processes share"
     checkpoint = parser.add_mutually_exclusive_group(required=True)
     checkpoint.add_argument("checkpoint", nargs="?", default=argparse.SUPPRESS, metavar="PATH", help=SOURCES)

@@ -6,7 +6,7 @@
     pervit predict runs/pervit_t val/ --by-folder
     pervit predict runs/pervit_t photos/ --features --output features.npy
 
-IMAGES are files, folders (searched at any depth), patterns, .tar and .zip files, shard sets, @FILE for a list with a name a line, or -
+IMAGES are files, folders (searched at any depth), patterns, .tar and .zip files, shard sets, @FILE for a list with one name per line, or -
 for one on standard input. They are prepared as in an evaluation. An image that cannot be used is a row with the reason; the exit code is then 1.
 """
 

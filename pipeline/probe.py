@@ -25,7 +25,7 @@ def main() -> None:
     add = parser.add_argument
     add("checkpoint", type=place_argument, metavar="CHECKPOINT", help=SOURCES)
     add("--data", required=True, type=place_argument, metavar="DIR", help="shards, or SPLIT/CLASS/*.JPEG, with train and val")
-    add("--few-shot", type=int, nargs="*", default=[1, 5, 10], metavar="N", help="images of a class (default: 1 5 10)")
+    add("--few-shot", type=int, nargs="*", default=[1, 5, 10], metavar="N", help="images per class (default: 1 5 10)")
     add("--c", type=float, help="of the linear classifier (default: the best of 45 on a tenth of train)")
     add_model_options(parser)
     add("--json", type=Path, metavar="FILE", help="also write the result to this file, in a folder that all processes share")

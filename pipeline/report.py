@@ -38,7 +38,7 @@ def main() -> int:
     add("--format", choices=("html", "markdown", "latex", "csv"), default="html", help="format of --table (default: html)")
     any_data = "with --table: also list, separately, runs of a row's switches on other data, of another size or recipe"
     add("--any-data", action="store_true", help=any_data)
-    predictions = "table from pipeline.evaluate (default: RUN/predictions.parquet or .csv)"
+    predictions = "table from pervit evaluate --predictions (default: RUN/predictions.parquet, .jsonl or .csv)"
     add("--predictions", type=Path, metavar="FILE", help=predictions)
     data = "shards or folder that the pictures come from (default: the run's data.path)"
     add("--data", type=place_argument, metavar="DIR", help=data)

@@ -4,7 +4,7 @@
   bash launch/local.sh 8 -- pipeline.train --config pervit_t model.switches.conv_stem=false output_dir=runs/no_stem
   pervit train --config pervit_t data.path=SHARD_DIR --dry-run
 
-The first runs one process, the second one per GPU of a machine with 8, the third checks whether a start would succeed. On a cluster: sbatch launch/train.slurm pervit_t
+The first runs one process, the second one per GPU of a machine with 8, the third checks whether a start would succeed. On a cluster: sbatch launch/train.slurm pervit_t.
 The folder launch/ is in the repository, not in an installed package.
 """
 

@@ -80,7 +80,7 @@ class TrainConfig(Section):
     activation_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, about a quarter more time."""
     compile: Literal["auto", "off", "blocks", "model", "graphs"] = "auto"
-    """torch.compile. blocks: each block, Φp and the loss. model: the forward pass as a whole. graphs: model, and the step as a CUDA graph. auto: graphs on one GPU without accumulation, recomputation, teacher or deterministic, blocks on others with zero_stage 0 to 2, else off."""
+    """torch.compile. blocks: each block, Φp and the loss. model: the forward pass as a whole. graphs: model, and the step as a CUDA graph. auto: graphs on one GPU without accumulation, recomputation, teacher, deterministic or size_schedule, blocks on others with zero_stage 0 to 2, else off."""
     loss: Literal["cross_entropy", "bce"] = "cross_entropy"
     """bce: binary cross entropy, each class by itself, mean over images and classes (DeiT III). Evaluation reports the cross entropy."""
     bce_threshold: Fraction | None = 0.0

@@ -43,7 +43,7 @@ class PerViTSwitches(Switches):
     stem_widths: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
     """Channels of the stem's first three convolutions, the fourth has those of the first stage; null: Table S5."""
     stem_strides: tuple[Stride, Stride, Stride, Stride] = (2, 2, 2, 2)
-    """Strides of the stem's convolutions; their product is the side of a patch, without a stem too. [1, 2, 2, 1]: 8 x 8 patches of 32 pixels."""
+    """Strides of the stem's convolutions; their product is the side of a patch, without a stem too. [1, 2, 2, 1]: images of 32 pixels have 8 x 8 patches."""
     phi_p_distance: Literal["euclidean", "learned"] = "euclidean"
     """Table 5, Euc and Lrn. learned: distances between learned vectors, one per position, shared by the layers. Fixes the image size."""
     phi_p_neighbours: bool = True
