@@ -34,7 +34,7 @@ from pipeline.augment import BatchRequest
 from pipeline.cluster.agreement import do_in_main
 from pipeline.cluster.environment import job_name, node_name
 from pipeline.cluster.world import World
-from pipeline.config import Config, config_to_yaml
+from pipeline.config import Config, config_to_yaml, flatten
 from pipeline.errors import UserError
 from pipeline.files import GrowingFile, being_written, cut_behind_rows, remove_leftovers, replace_text, write_error
 from pipeline.hardware import cpu_name
@@ -47,6 +47,8 @@ _log = logging.getLogger(__name__)
 AUTO_REASON = "micro_batch_reason"  # key of a start that had train.micro_batch_size=auto
 # What numbers depend on; one of the DALIs.
 _PACKAGES = ("torch", "deepspeed", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "numpy")
+# Of a start, which may change them: which rows there are, and how sums are rounded, depends on them.
+SETTINGS = ("eval.every_epochs", "log.samples", "train.max_steps", "train.micro_batch_size")
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 
@@ -60,6 +62,8 @@ def write_run_files(config: Config, world: World, first_step: int, precision: st
         "hosts": sorted(set(world.gather(node_name()))),
         "first_step": first_step,
         "micro_batch_size": config.train.micro_batch,
+        "zero_stage": config.train.zero_stage if world.size > 1 else 0,
+        "settings": {key: value for key, value in flatten(config).items() if key in SETTINGS},
         **({AUTO_REASON: micro_batch} if micro_batch else {}),
     }
     return world.from_main(do_in_main(lambda: _write(config, start), world))

@@ -64,3 +64,14 @@ def test_the_version_of_timm_is_kept_for_its_models(tmp_path: Path) -> None:
     config = Config(output_dir=str(tmp_path), model={"name": "timm:resnet18"})
     run_files.write_run_files(config, WORLD, 1, "a test", 2)
     assert packages(tmp_path)[0]["timm"] == version("timm")
+
+
+def test_a_start_says_what_an_audit_asks_for(tmp_path: Path) -> None:
+    """Settings that any start may change, of one whose checkpoints may be gone by then; one process has nobody to share with."""
+    config = Config(output_dir=str(tmp_path)).with_values(
+        {"eval.every_epochs": 2.0, "train.max_steps": 7, "train.zero_stage": 1}
+    )
+    run_files.write_run_files(config, WORLD, 1, "a test")
+    (start,) = json.loads((tmp_path / "environment.json").read_text())
+    settings = {"eval.every_epochs": 2.0, "log.samples": False, "train.max_steps": 7, "train.micro_batch_size": 128}
+    assert start["settings"] == settings and start["zero_stage"] == 0
