@@ -6,30 +6,26 @@
 
 Samples, draws and learning rates are computed again for every step. Of --windows parts of the run, from one checkpoint to the next or
 --longest steps, losses, gradient norms, evaluations, weights and optimizer state are: bit for bit on a machine and a number of
-processes like the run's, else within bounds (docs/audit.md). The exit code is 1 if anything differs.
+processes like the run's, else within bounds (docs/audit.md). The exit code is 1 if anything differs, else 2 if a part could not be trained again.
 """
 
 import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline.command_line import begins_anew, command_parser, interrupted_later, run_command
-from pipeline.errors import UserError, counted
+from pipeline.errors import USER_ERROR, UserError, counted
 from pipeline.files import check_writable, replace_text, write_json
 from pipeline.page import Section, html, join, page, table
 from pipeline.runs import CONFIG
 from pipeline.stores.place import place_argument
 from pipeline.terminal import Stage, paint
 
-if TYPE_CHECKING:
-    from pipeline.audit.records import Finding
-    from pipeline.audit.replay import Replay
+_Row = tuple[str, str, str, object]  # what, whether it agrees, what was compared, problems
 
 
 @begins_anew
@@ -65,13 +61,15 @@ def main() -> int:
     run = fetched(args.run)
     find_step(run)  # there is one
     files = RunFiles(run)
+    for step in [found.step for found in files.checkpoints if found.manifest]:
+        fetched(args.run, step)  # its parts, if the run is in a store
     if (state := state_of(files)).alive:
         raise UserError(f"{run} must be a run that nobody trains, got one that is {state}", "wait for its end")
     records = Records(files, load_config(run / CONFIG, [f"data.path={args.data}"] if args.data else []))
-    findings, replays = [], list[Replay]()
+    findings, replays, rows = [], list[Replay](), [list[_Row](), list[_Row]()]  # of the page: of records, of windows
     for finding in records.findings():
         findings.append(finding)
-        _say(finding.name, finding.compared, finding.problems)
+        rows[0].append(_say(finding.name, finding.compared, finding.problems))
     for window in choose(records, args.windows, args.longest, args.steps, args.processes):
         began = time.monotonic()
         replays.append(replay := Replay(window))
@@ -81,16 +79,23 @@ def main() -> int:
                     again = train_again(records, replay, Path(folder), args.bounds)
                 compare(records, again, replay)
             except UserError as error:
-                replay.problems.append(str(error))
+                replay.exact, replay.failed = False, str(error)
         replay.seconds = time.monotonic() - began
-        _say(str(window), replay.words(), replay.problems)
-    differs = [each.name for each in findings if each.problems] + [str(each.window) for each in replays if each.problems]
-    verdict = f"{counted(len(differs), 'part')} of the run differ: {', '.join(differs)}" if differs else "everything agrees"
+        rows[1].append(_say(str(window), f"{replay.words()} ({replay.seconds:.0f} s)", replay.problems, bool(replay.failed)))
+    differs = [name for part in rows for name, mark, *_ in part if mark == "differs"]
+    failed = sum(bool(each.failed) for each in replays)
+    loose = sum(not each.exact for each in replays) - failed
+    verdict = "what was compared agrees" if failed else "everything agrees"
+    verdict = f"{counted(len(differs), 'part')} of the run differ: {', '.join(differs)}" if differs else verdict
+    for number, what in ((0 if differs else loose, "only within bounds"), (failed, "not trained again")):
+        verdict += f", {number} of {counted(len(replays), 'window')} {what}" * (number > 0)
     parts = {"findings": list(map(asdict, findings)), "replays": list(map(asdict, replays))}
-    write_json(args.json, {"run": str(args.run), "agrees": not differs, **parts})
-    replace_text(args.output, _page(str(args.run), str(state), verdict, findings, replays))
-    print(f"{run}, {state}: {paint(verdict, 'red' if differs else 'green', sys.stdout)}; the page: {args.output}")
-    return 1 if differs else 0
+    write_json(args.json, {"run": str(args.run), "agrees": not differs and not failed, **parts})
+    head, none = ("what", "", "compared", "differences"), html("<p>No steps were trained again.</p>")
+    sections = [Section("Records", table(head, rows[0])), Section("Trained again", table(head, rows[1]) if rows[1] else none)]
+    replace_text(args.output, page(f"Audit of {args.run}", f"{state}: {verdict}", sections, plots=False))
+    print(f"{run}, {state}: {paint(verdict, 'red' if differs or failed else 'green', sys.stdout)}; the page: {args.output}")
+    return 1 if differs else USER_ERROR if failed else 0
 
 
 def _steps(text: str) -> list[int]:
@@ -100,25 +105,12 @@ def _steps(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} are not steps: write numbers with commas") from None
 
 
-def _say(name: str, compared: str, problems: list[str]) -> None:
-    mark = paint("differs", "red", sys.stdout) if problems else paint("agrees", "green", sys.stdout)
-    print(f"{name}: {mark}; {compared}", *(f"  {problem}" for problem in problems), sep="\n", flush=True)
-
-
-def _page(run: str, state: str, verdict: str, findings: "Iterable[Finding]", replays: "Iterable[Replay]") -> str:
-    def rows(parts: Iterable[tuple[str, str, list[str]]]) -> list[tuple[object, ...]]:
-        return [
-            (name, "differs" if problems else "agrees", compared, join(map(partial(html, "<p>{}</p>"), problems)))
-            for name, compared, problems in parts
-        ]
-
-    again = rows((str(each.window), f"{each.words()} ({each.seconds:.0f} s)", each.problems) for each in replays)
-    head = ("what", "", "compared", "differences")
-    sections = [
-        Section("Records", table(head, rows((each.name, each.compared, each.problems) for each in findings))),
-        Section("Trained again", table(head, again) if again else html("<p>No steps were trained again.</p>")),
-    ]
-    return page(f"Audit of {run}", f"{state}: {verdict}", sections, plots=False)
+def _say(name: str, compared: str, problems: list[str], failed: bool = False) -> _Row:
+    """Print what a part of the run was compared with, and what differs; returns its row of the page."""
+    mark = "differs" if problems else "not compared" if failed else "agrees"
+    shown = paint(mark, "green" if mark == "agrees" else "red", sys.stdout)
+    print(f"{name}: {shown}; {compared}", *(f"  {problem}" for problem in problems), sep="\n", flush=True)
+    return name, mark, compared, join(map(partial(html, "<p>{}</p>"), problems))
 
 
 if __name__ == "__main__":

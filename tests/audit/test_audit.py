@@ -578,6 +578,15 @@ def test_how_many_bad_samples_are_known_depends_on_time(run: Path, elastic_run: 
     assert not compared(run, elastic_run, 4, 6).problems
 
 
+def test_what_cannot_be_trained_again_is_no_forgery(run: Path) -> None:
+    told = audit(run, "--steps", "5", "--processes", "3", code=2)
+    assert not told["agrees"] and not any(part["problems"] for part in told["findings"])
+    (again,) = told["replays"]
+    assert "train.global_batch_size must be a multiple of 12 for 3 processes" in again["failed"] and not again["problems"]
+    page = (run.parent / "audit.html").read_text()
+    assert "what was compared agrees, 1 of 1 window not trained again" in page and "not trained again: train.global" in page
+
+
 def test_how_a_window_is_started(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the settings of the start that took its steps, the sets and the cache of the newest, and a checkpoint that can be written."""
     edit_starts(run, lambda starts: starts[1]["settings"].update({"train.micro_batch_size": 8}))
@@ -594,3 +603,21 @@ def test_how_a_window_is_started(run: Path, tmp_path: Path, monkeypatch: pytest.
     assert {key: recipe["data"][key] for key in newest} == newest
     copy = step_folder(tmp_path / "again" / "run", 4)
     assert os.stat(copy).st_mode & 0o200 and not CheckpointManifest.read(copy).state.evaluation_due
+
+
+def test_a_run_in_a_bucket(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of all its checkpoints are fetched, not only those of the newest."""
+    pytest.importorskip("obstore", reason="needs the extra `remote`")
+    from pipeline.checkpoint.bucket import RunStore
+    from pipeline.stores.place import RemotePath
+    from support.stores import BUCKET, aws_environment, s3_server, upload
+
+    with s3_server(monkeypatch) as port:
+        url = f"s3://{BUCKET}/{tmp_path.name}"
+        upload(run, tmp_path.name)
+        upload(run / "samples", f"{tmp_path.name}/samples")
+        RunStore(RemotePath(url)).bring_together(run, "environment.json")
+        outputs = ("--output", tmp_path / "audit.html", "--json", tmp_path / "audit.json")
+        variables = {**aws_environment(port), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        told = run_forked("pipeline.audit", url, "--windows", "0", *outputs, **variables)
+        assert "everything agrees" in told.stdout and json.loads((tmp_path / "audit.json").read_text())["agrees"]
