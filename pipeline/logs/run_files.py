@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 AUTO_REASON = "micro_batch_reason"  # key of a start that had train.micro_batch_size=auto
 # What numbers depend on; one of the DALIs.
 _PACKAGES = ("torch", "deepspeed", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "numpy")
-# Of a start, which may change them: which rows there are, and how sums are rounded, depends on them.
+# What any start may change, and on which the rows that it writes, and how sums are rounded, depend.
 SETTINGS = ("eval.every_epochs", "log.samples", "train.max_steps", "train.micro_batch_size")
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 

@@ -109,6 +109,7 @@ def test_on_another_cpu_it_agrees_within_bounds(elastic_run: Path, tmp_path: Pat
     (again,) = audit(run, "--steps", "8", code=0)["replays"]
     assert not again["exact"] and again["unlike"] == ["cpu"]
     assert "bit for bit; within bounds, its cpu being other than the run" in (tmp_path / "audit.html").read_text()
+    assert "everything agrees, 1 of 1 window only within bounds" in (tmp_path / "audit.html").read_text()
     shutil.rmtree(step_folder(run, 4))
     for cpu, end in {"another, NEON": 4, starts[-2]["cpu"]: 6}.items():
         path.write_text(json.dumps([*starts[:-1], {**starts[-2], "first_step": 5, "cpu": cpu}, starts[-1]]))
