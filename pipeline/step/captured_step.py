@@ -69,16 +69,9 @@ class CapturedStep:
             raise error.__context__ or error from None  # the first one: that the capture has failed says nothing
 
     def __call__(
-        self,
-        micro_batch: Callable[[], tuple[Batch, Tensor | None]],
-        before_forward: Callable[[Batch, Tensor | None], None] | None = None,
-        before_update: Callable[[], None] | None = None,
-        count: int | None = None,
+        self, micro_batch: Callable[[], tuple[Batch, Tensor | None]], before_update: Callable[[], None] | None = None
     ) -> tuple[list[Tensor], Tensor]:
-        batch, noise = micro_batch()
-        if before_forward:
-            before_forward(batch, noise)
-        for static, given in zip(self._inputs, _inputs(batch, noise)):
+        for static, given in zip(self._inputs, _inputs(*micro_batch())):
             static.copy_(given)
         self._graph.replay()
         loss, norm, *found = self._found.clone().unbind()  # the next step writes there

@@ -95,10 +95,15 @@ def train_step(
         record("data_wait", time.perf_counter() - asked, reduce="slowest")
         record("replaced", last[0].replaced, reduce="sum")
         requests.append(last[0].request)
-        return last[0], sample_noise(state.engine.module, last[0], seed)
+        noise = sample_noise(state.engine.module, last[0], seed)
+        if isinstance(state.engine, PlainEngine):
+            state.engine.prepare(last[0].images, noise)  # does nothing after the first micro-batch of a start
+        if before_forward:
+            before_forward(last[0], noise)
+        return last[0], noise
 
-    compute = state.captured or partial(compute_step, state)
-    losses, grad_norm = compute(micro_batch, before_forward, before_update, count)
+    compute = state.captured or partial(compute_step, state, count=count)
+    losses, grad_norm = compute(micro_batch, before_update)
     result = StepResult(requests, losses, last[0], grad_norm, Answer(grad_norm))
     record("loss", result.loss)
     record("lr", lr, reduce="max")
@@ -109,7 +114,6 @@ def train_step(
 def compute_step(
     state: TrainState,
     micro_batch: Callable[[], tuple[Batch, Tensor | None]],
-    before_forward: Callable[[Batch, Tensor | None], None] | None = None,
     before_update: Callable[[], None] | None = None,
     count: int | None = None,
 ) -> tuple[list[Tensor], float | Tensor]:
@@ -119,10 +123,6 @@ def compute_step(
     state.batchnorm.begin()
     for number in micro_batches(engine, count):
         batch, noise = micro_batch()
-        if isinstance(engine, PlainEngine):
-            engine.prepare(batch.images, noise)  # does nothing after the first micro-batch of a start
-        if before_forward:
-            before_forward(batch, noise)
         state.batchnorm.micro_batch(number)
         losses.append(forward_backward(engine, engine.backward, batch, noise, state.objective))
         if not engine.is_gradient_accumulation_boundary():
