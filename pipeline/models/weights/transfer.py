@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pipeline.errors import UserError, first_few
 from pipeline.models.common.base import VisionModel
+from pipeline.models.common.layers import resample_grid
 from pipeline.models.weights.reference_names import added_names, fitting_names, listed_misfits, names_without_head
 
 _WHOSE = ("this project's names", "the names of the authors' code")
@@ -107,12 +107,8 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
 def resample_positions(value: Tensor, shape: torch.Size, leading_tokens: int) -> Tensor:
     """Resample position embeddings of a square grid, (..., leading_tokens + n * n, D), to a ``shape`` with another grid size,
     (..., leading_tokens + m * m, D), bicubic, as in DeiT's fine-tuning. Leading tokens (class token) are copied."""
-    kept, grid = value[..., :leading_tokens, :], value[..., leading_tokens:, :]
-    old, new = math.isqrt(grid.shape[-2]), math.isqrt(shape[-2] - leading_tokens)
-    maps = grid.reshape(-1, old, old, grid.shape[-1]).permute(0, 3, 1, 2).float()  # (variants, D, n, n)
-    maps = F.interpolate(maps, size=(new, new), mode="bicubic", align_corners=False)
-    grid = maps.permute(0, 2, 3, 1).reshape(*shape[:-2], new * new, shape[-1]).to(value.dtype)
-    return torch.cat([kept, grid], dim=-2)
+    old, new = (math.isqrt(count - leading_tokens) for count in (value.shape[-2], shape[-2]))
+    return resample_grid(value.double(), (old, old), (new, new), leading_tokens).to(value.dtype)
 
 
 def _are_grids(shape: torch.Size, wanted: torch.Size, leading_tokens: int) -> bool:
