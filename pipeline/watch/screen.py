@@ -1,6 +1,5 @@
 """Keep the curves of runs up to date from their files, and draw a run as a page of a terminal, or as a line among several."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +31,7 @@ class Curve:
 
     def add(self, value: object) -> None:
         """Add the next value; one that is not a finite number is left out."""
-        if not is_number(value) or not math.isfinite(value):
+        if not is_number(value):
             return
         self._sum, self._count = self._sum + value, self._count + 1
         if self._count == self._rows:
