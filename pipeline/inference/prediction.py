@@ -5,7 +5,7 @@ Each rank collects its rows in hidden files, and rank 0 puts them together in th
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from secrets import token_hex
 from types import MappingProxyType
@@ -30,7 +30,7 @@ _KINDS = ("rows", "errors")  # hidden files of each rank
 _ROWS_AT_ONCE = 16384  # in memory
 
 
-class RankRows:
+class RankRows(AbstractContextManager["RankRows"]):
     """Rows of one pass, of a ``dtype`` whose field ``valid`` marks those that count, in hidden files beside the result at ``path``, in a
     folder that all ranks see. A context manager, which removes this rank's. Construction is collective. Raises UserError: on
     every rank: the hidden files cannot be created."""
@@ -100,9 +100,6 @@ class RankRows:
                     yield np.concatenate(held), said
                     held, said = [], []
             yield np.concatenate([np.empty(0, self.dtype), *held]), said
-
-    def __enter__(self) -> "RankRows":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for kind, file in zip(_KINDS, self._files):

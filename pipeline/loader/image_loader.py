@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,7 +84,7 @@ class RandomAccess(Dataset):
         return type(self), (self._opened, self._labels)
 
 
-class ImageLoader:
+class ImageLoader(AbstractContextManager["ImageLoader"]):
     """The batches of a shard set for a training loop of your own, decoded, augmented and on the device::
 
         with ImageLoader("data/imagenet", batch_size=256) as loader:
@@ -251,9 +252,6 @@ class ImageLoader:
         self._shards = None
         for part in ("_batches", "_bad"):
             vars(self).pop(part, None)
-
-    def __enter__(self) -> "ImageLoader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

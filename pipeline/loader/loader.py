@@ -37,7 +37,7 @@ class Batch:
     replaced: int  # substitutes for bad samples
 
 
-class Loader(Generic[AnyBatches]):
+class Loader(Iterator[Batch], Generic[AnyBatches]):
     """An infinite iterator over batches ``start``, ``start + 1``, ...
 
     Its only state is the number of the next batch: a loader started at batch i yields exactly what another one yields after i
@@ -86,9 +86,6 @@ class Loader(Generic[AnyBatches]):
     def failure(self) -> StoreFails | None:
         """What will end the loader at a later batch, where that is known: there is time to save what was trained."""
         return self._reader.failure
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         """The next batch. Raises UserError: more than ``data.max_bad_samples`` samples cannot be read or decoded. Every further

@@ -1,7 +1,7 @@
 """Hold a run between its start and its end: everything that the training loop works with."""
 
 import signal
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ _LONGEST_REASON = 2000  # characters of an error that events.jsonl keeps
 
 
 @dataclass
-class Run:
+class Run(AbstractContextManager["Run"]):
     """A run that was started; a context manager. The last four fields change as it goes on, and are what a checkpoint keeps of it."""
 
     config: Config
@@ -110,9 +110,6 @@ class Run:
             best=self.best,
             evaluation_due=self.evaluation_due,
         )
-
-    def __enter__(self) -> "Run":
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Stop threads and close files. After an error the lock stays with the process, whose threads may still be writing."""
