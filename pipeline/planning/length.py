@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,8 +167,7 @@ def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: flo
     unit = config.augment.unit
     batch = max(unit, min(config.train.micro_batch, _LARGEST_BATCH) // unit * unit)
     batches = TrainBatches.for_one_process(train_set, config, batch)
-    loader = Loader(batches, config.data, torch.device("cpu"), threads, decode=CPU)
-    try:
+    with closing(Loader(batches, config.data, torch.device("cpu"), threads, decode=CPU)) as loader:
         for _ in range(_WARM_UP):
             next(loader)
         # Of all threads. The queues are as full at the end as at the beginning.
@@ -176,7 +176,5 @@ def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: flo
             next(loader)
             taken += 1
         spent = time.process_time() - cpu
-    finally:
-        loader.close()
     images = taken * batch
     return LoaderNeed(spent / images, float(train_set.samples["bytes"].mean()), f"measured here on {images:,} images")

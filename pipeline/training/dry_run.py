@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,15 +72,13 @@ def _take_step(prepared: PreparedRun, world: World) -> tuple[float, str]:
     settled, train_state, schedule = prepared.settled, prepared.train_state, prepared.data.schedule
     config, began = settled.config, time.perf_counter()
     say_once(world, f"reading a batch of {counted(config.train.micro_batch, 'image')}")
-    loader = training_loader(prepared.data.train_set, settled, world, prepared.step, train_state.engine.module)
-    try:
+    made = training_loader(prepared.data.train_set, settled, world, prepared.step, train_state.engine.module)
+    with closing(made) as loader:
         with stage("reading a batch"):
             batch = next(loader)
         read_seconds = time.perf_counter() - began
         generator = torch.Generator(world.device).manual_seed(config.seed)
         batch = replace(batch, images=torch.randn(batch.images.shape, generator=generator, device=world.device))  # (B, 3, S, S)
-    finally:
-        loader.close()
     lr = learning_rate(prepared.step, schedule.steps_per_epoch, schedule.epochs, schedule.global_batch_size, config.optim)
     count = min(MICRO_BATCHES, settled.accumulation)
     train_state.engine.train()
