@@ -6,11 +6,12 @@ The tensors are PyTorch's fake ones: sizes are exact, nothing is allocated, and 
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -90,24 +91,13 @@ class Trace(TorchDispatchMode):
         self._memory: dict[int, _Memory] = {}  # by the address of the storage
         self._number = 0  # of the next storage
 
-    @contextmanager
-    def labelled(self, label: str) -> Iterator[None]:
-        """New storages have this label."""
-        before, self._label = self._label, label
-        try:
-            yield
-        finally:
-            self._label = before
+    def labelled(self, label: str) -> AbstractContextManager:
+        """In the block, new storages have this label."""
+        return patch.object(self, "_label", label)
 
-    @contextmanager
-    def recording(self, records: bool = True, backward: bool | None = None) -> Iterator[None]:
+    def recording(self, records: bool = True, backward: bool | None = None) -> AbstractContextManager:
         """Write operators down in the block, or not; ``backward``: they belong to the backward pass, None: as before."""
-        before = self._records, self._backward
-        self._records, self._backward = records, before[1] if backward is None else backward
-        try:
-            yield
-        finally:
-            self._records, self._backward = before
+        return patch.multiple(self, _records=records, _backward=self._backward if backward is None else backward)
 
     def new(self, elements: float, label: str) -> Tensor:
         """A float32 tensor of so many elements, for what a trace does not contain; it counts as long as it is kept."""
