@@ -4,8 +4,8 @@ Every figure is made with :func:`new_figure`, within :func:`style`; there is no 
 NumPy arrays or tensors on the CPU. Layers and heads are counted from 1 in labels.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,11 +41,9 @@ _RC = {
 }
 
 
-@contextmanager
-def style() -> Iterator[None]:
+def style() -> AbstractContextManager:
     """The look of all figures, while they are drawn and written. Raises UserError: matplotlib is not installed."""
-    with import_library("matplotlib", "drawing figures", extra="insight").rc_context(_RC):
-        yield
+    return import_library("matplotlib", "drawing figures", extra="insight").rc_context(_RC)
 
 
 def new_figure(width: float, height: float) -> Figure:
