@@ -80,9 +80,8 @@ class MixupCutmix(BatchAugmentation):
 
     def digested(self, request: BatchRequest) -> list[np.ndarray]:
         mixing = request.draws[self]
-        samples = np.take_along_axis(request.index.reshape(-1, mixing.group), _partners(mixing), axis=1)  # (G, group)
-        of_groups = mixing.weight, mixing.box, mixing.blend
-        return [samples.reshape(-1), *(np.repeat(values, mixing.group, axis=0) for values in of_groups)]
+        of_groups = (np.repeat(values, mixing.group, axis=0) for values in (mixing.box, mixing.blend))
+        return [*mixed_labels(request.index, mixing), *of_groups]  # samples in the place of labels
 
     def apply_(self, images: Tensor, request: BatchRequest) -> None:
         mixing = request.draws[self]
