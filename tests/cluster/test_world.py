@@ -221,7 +221,9 @@ def test_rank_0_waits_for_the_others_and_says_who_is_missing(environment: pytest
 def test_the_missing_among_a_thousand_are_named() -> None:
     """Guards against a list of hundreds, and against what a stranger has written to the store counting as a rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    store.set("arrived", b"\xff 1023x:cpu 1021:tpu -5:cpu " + " ".join(f"{rank}:cuda" for rank in range(0, 1024, 2)).encode() + b" ")
+    store.set(
+        "arrived", b"\xff 1023x:cpu 1021:tpu -5:cpu " + " ".join(f"{rank}:cuda" for rank in range(0, 1024, 2)).encode() + b" "
+    )
     store.append("arrived", "1:cuda 3:cuda 5:cpu ")
     sentence = str(_why(RuntimeError("timeout"), store, 0, 1024))
     assert "waiting for ranks 7, 9, 11, 13, 15, 17, 19, 21 and 501 more of 1024 ranks: see in their logs" in sentence
