@@ -82,6 +82,8 @@ def test_a_clock_and_a_version_of_their_own(small_run: Path, tmp_path: Path) -> 
     print(page)
     assert re.search(r"n2: numpy 1\.0, where most have 2", page) and page.endswith("--exclude=n2,n3\n"), page
     assert "n3: its clock is -30.0 s from the nodes' median" in page
+    clocks = dict(re.findall(r"^(n\d) .* ([-+][0-9,.]+) +(?:ok|leave out)$", page, re.MULTILINE))
+    assert abs(float(clocks["n1"])) < 1000 and abs(float(clocks["n2"])) < 1000, page  # ms; of three nodes two agree
 
 
 def test_little_shared_memory(small_run: Path) -> None:

@@ -155,10 +155,9 @@ def _by_node(names: list[str], reports: dict[int, Any], links: dict[int, Any]) -
         if node["ranks"] == 1 and node.get("data"):
             node["data"], node["batches"], node["damaged"] = node["data"]
     for name, node in nodes.items():  # a clock is read by one of the two
-        ahead = [*node.get("clocks", {}).values()] + [
-            -other["clocks"][name] for other in nodes.values() if name in other.get("clocks", {})
-        ]
-        node |= {"clock": float(np.median(ahead))} if ahead else {}
+        ahead = [-other["clocks"][name] for other in nodes.values() if name in other.get("clocks", {})]
+        ahead += node.get("clocks", {}).values()
+        node |= {"clock": float(np.median([0.0, *ahead]))} if ahead else {}  # its own among them
     return nodes
 
 
