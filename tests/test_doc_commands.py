@@ -125,7 +125,7 @@ def test_the_drawn_floors_are_those_that_are_checked() -> None:
 def test_raw_rows_belong_to_a_result() -> None:
     """Guards against rows in benchmarks/results that no page of results names, and pages that name rows which are not there."""
     text = "".join(page.read_text() for page in (REPOSITORY / "docs" / "results").glob("*.md"))
-    patterns = set(re.findall(r"benchmarks/results/([\w*]*[a-z_][\w*]*\.csv)", text))
+    patterns = set(re.findall(r"benchmarks/results/([\w*]*[a-z_][\w*]*\.(?:csv|jsonl))", text))
     files = {path.name for path in (REPOSITORY / "benchmarks" / "results").iterdir()}
     assert files and {name for name in files if not any(fnmatch(name, pattern) for pattern in patterns)} == set()
     assert {pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in files)} == set()
