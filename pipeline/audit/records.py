@@ -63,7 +63,7 @@ class Records:
         self.train_set = open_training_set(config.data.path, config.data.mix)
         whole = [each.with_values({"train.max_steps": None}) for each in (*self.configs.values(), config)]
         self.end = end = max(self._schedule(each).last_step for each in whole)  # no row is of a later step
-        self.rows = rows = read_rows(files.path)
+        self.rows, self.left_out = rows, _ = read_rows(files.path)
         self.steps = {row["step"]: row for row in rows if kind_of(row) == "step" and "loss" in row and row["step"] <= end}
         self._taken_by: dict[tuple[int, int], tuple[Config, Schedule]] = {}
 
@@ -178,8 +178,8 @@ class Records:
 
     def metrics(self) -> Iterator[str]:
         yield f"{counted(len(self.rows), 'row')} with the schedule: steps and evaluations, samples, epoch, learning rate and scores"
-        if damaged := sum(parse_row(line) is None for line in Tail(self.files.path / METRICS).lines()):
-            yield lines_left_out(damaged, METRICS)
+        if self.left_out:
+            yield lines_left_out(self.left_out, METRICS)
         newest, last = max(self.manifests, default=0), max([*self.manifests, *self.steps], default=0)
         there: dict[tuple[int, str], Row] = {}
         for row in self.rows:
@@ -254,9 +254,10 @@ class Records:
                 yield from (f"sample {sample} of {place_in_epoch} is not of step {step}" for sample, _ in more)
 
 
-def read_rows(run: Path) -> list[Row]:
-    """The rows of ``metrics.jsonl`` that can be read, in its order."""
-    return [row for line in Tail(run / METRICS).lines() if (row := parse_row(line))]
+def read_rows(run: Path) -> tuple[list[Row], int]:
+    """The rows of ``metrics.jsonl`` that can be read, in its order, and how many of its lines cannot."""
+    parsed = [parse_row(line) for line in Tail(run / METRICS).lines()]
+    return (rows := [row for row in parsed if row is not None]), len(parsed) - len(rows)
 
 
 def place_of(row: Row) -> tuple[int, str]:

@@ -23,7 +23,6 @@ from pipeline.errors import UserError, counted, first_line
 from pipeline.files import replace_text
 from pipeline.runs import CONFIG
 from pipeline.runs.files import RunFiles
-from pipeline.runs.folder import time_of
 from pipeline.runs.rows import is_number
 
 # What decides how sums are rounded, of those that a start records.
@@ -152,11 +151,14 @@ def _unlike(start: dict[str, Any], other: dict[str, Any], *more: str) -> list[st
 def compare(records: Records, run: Path, replay: Replay) -> None:
     """Compare the rows, samples and, if the run kept it, the checkpoint of a window."""
     first, last = replay.window.first, replay.window.last
-    start, starts, both = records.start_of(first + 1), records.files.starts, (records.rows, read_rows(run))
+    start, both = records.start_of(first + 1), (records.rows, read_rows(run)[0])
+    moved = [each for each in records.files.starts if first_step(each) == last + 1 and _unlike(start, each)]
     compared = ([row for row in rows if first < row["step"] <= last and "analysis" not in row] for rows in both)
     of_run, of_replay = ({place_of(row): row for row in rows} for rows in compared)
-    # When starts elsewhere began that may have made up for the evaluation of the last step.
-    later = [time_of(each.get("started")) for each in starts if first_step(each) == last + 1 and _unlike(start, each)]
+    # When starts elsewhere began that may have made up for the evaluation of the last step: environment.json has whole seconds, within
+    # which the start before may have written one.
+    begun = [row.get("time") for row in records.files.events if row.get("event") == "start" and row.get("step") == last]
+    later = min(filter(is_number, begun), default=math.inf) if moved else math.inf
     for step, kind in sorted(of_run.keys() | of_replay.keys()):
         was, row, of = of_run.get((step, kind)), of_replay.get((step, kind)), f"step {step}" + f" ({kind})" * (kind != "step")
         if was is None or row is None:
@@ -164,7 +166,7 @@ def compare(records: Records, run: Path, replay: Replay) -> None:
                 replay.problems.append(f"metrics.jsonl has {'a' if was else 'no'} row of {of}, unlike when it is trained again")
             continue
         judged, time = kind == "step" and step - first <= _JUDGED_STEPS, was.get("time")
-        made_up = kind != "step" and step == last and is_number(time) and any(began and began < time for began in later)
+        made_up = kind != "step" and step == last and is_number(time) and later < time
         for key in sorted(key for key in was.keys() | row.keys() if not key.startswith(OF_TIME)):
             bound = 0.0 if replay.exact and not made_up else _BOUNDS.get(key, _METRIC_BOUND) if judged else math.inf
             values = was.get(key, "missing"), row.get(key, "missing")

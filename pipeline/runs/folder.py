@@ -161,7 +161,7 @@ def _start(run: RunFolder, number: int, entry: dict[str, Any], own: list[Row], f
     times = [row["time"] for row in rows if is_number(row.get("time"))]
     if last:
         times += run.curve("time")[1][-1:].tolist()
-    began = time_of(entry.get("started")) or opened.get("time")
+    began = _time_of(entry.get("started")) or opened.get("time")
     end, whole = _end(run, own, last, began, following.get("time"))
     hosts, slurm = entry.get("hosts"), entry.get("slurm")
     return Start(
@@ -189,14 +189,14 @@ def _end(run: RunFolder, own: list[Row], last: bool, began: float | None, until:
         if row.get("event") == "end" and isinstance(row.get("reason"), str):
             return row["reason"], row.get("whole") is True or row["reason"].startswith("stopped by")
     for entry in reversed(run.restarts):
-        when, code = time_of(entry.get("time")), entry.get("exit_code")
+        when, code = _time_of(entry.get("time")), entry.get("exit_code")
         if when is not None and (began or 0) <= when and (not is_number(until) or when <= until):
             why = exit_reason(code) if is_count(code) else "a process failed"
             return f"the job was restarted: {why} (exit code {code})", False
     return "ended without a word: killed, or its machine failed" if own else "not recorded", not own
 
 
-def time_of(text: Any) -> float | None:
+def _time_of(text: Any) -> float | None:
     """Unix time of what ``environment.json`` and ``restarts.json`` have, such as 2026-11-22T15:42:47+0000."""
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
