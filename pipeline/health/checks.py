@@ -89,8 +89,11 @@ def examine_rank(config: Config, world: World, reads: bool, seconds: float) -> d
             report[what], faults = limited(what, (deadline - time.monotonic()) / left, world.device, action)
             report["faults"] += faults
         if on_gpu and config.data.decode != "cpu":  # the first time on a node takes long, and a run may do without
-            tries = lambda: decoding_verdict(open_training_set(config.data.path, {}), world.device).form  # noqa: E731
-            report["decodes"], _ = limited("decoder", deadline - time.monotonic(), world.device, tries)
+
+            def decodes() -> str:
+                return decoding_verdict(open_training_set(config.data.path, {}), world.device).form
+
+            report["decodes"], _ = limited("decoder", deadline - time.monotonic(), world.device, decodes)
     return report
 
 

@@ -98,7 +98,7 @@ def see_that_nodes_are_fit(config: Config, world: World) -> None:
         say_once(world, line)
     if verdict.sick:
         again = f"submit it again with --exclude={','.join(verdict.leave_out)}"
-        remedy = again if verdict.leave_out else "mend what is wrong on every node"
+        remedy = again if verdict.leave_out else "mend what it names"
         raise UserError("the doctor finds that this job must not train as it is, see above", remedy)
 
 

@@ -152,7 +152,6 @@ class RunLog:
         if self._world.is_main:
             self._events.scalars(tensorboard.of_evaluation(results), step)
         self._write_files()
-        self.restart_clock()  # evaluation time is not training time
 
     def scores(self, step: int, scores: dict[str, float]) -> None:
         """Write the scores of another kind of evaluation, by name. Collective, with the errors of :meth:`evaluation`."""

@@ -177,7 +177,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
         run.events.add("evaluation", run.step, seconds=round(time.perf_counter() - began, 3))
         if results:
             improved = note_results(run, results)
-            run.log.restart_clock()  # rank 0 draws its pictures alone
+            run.log.restart_clock()  # evaluating is not training, nor are its pictures, which rank 0 draws alone
             run.evaluation_due = False
         run.train_state.engine.train()
         stopping = results is None
