@@ -114,6 +114,7 @@ def complaint(problem: ErrorDetails, key: str) -> str:
         "finite_number": "be a finite number",
         "string_type": "be text",
         "string_too_short": "not be empty",
+        "too_short": "not be empty" if bounds.get("min_length") == 1 else f"have at least {bounds.get('min_length')} values",
         "string_too_long": f"have at most {bounds.get('max_length')} characters",
         **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "be a whole number"),
         **dict.fromkeys(("float_type", "float_parsing"), "be a number"),

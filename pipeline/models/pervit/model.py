@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from pipeline.config import PositiveInt
@@ -40,9 +41,9 @@ class PerViTSwitches(Switches):
     """Channels of the four stages; null: Table S5. Rows c, f, h, i of Table 1 are widened to equal cost; the paper does not give the widths."""
     depths: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
     """Blocks of the four stages; null: Table S5."""
-    stem_widths: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
-    """Channels of the stem's first three convolutions, the fourth has those of the first stage; null: Table S5."""
-    stem_strides: tuple[Stride, Stride, Stride, Stride] = (2, 2, 2, 2)
+    stem_widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    """Channels of the stem's convolutions before the last, which has those of the first stage; null: Table S5, three."""
+    stem_strides: tuple[Stride, ...] = (2, 2, 2, 2)
     """Strides of the stem's convolutions; their product is the side of a patch, without a stem too. [1, 2, 2, 1]: images of 32 pixels have 8 x 8 patches."""
     phi_p_distance: Literal["euclidean", "learned"] = "euclidean"
     """Table 5, Euc and Lrn. learned: distances between learned vectors, one per position, shared by the layers. Fixes the image size."""
@@ -63,6 +64,8 @@ class PerViTSwitches(Switches):
                 yield f"has {name} = {getattr(self, name)!r}, but phi_p = false removes Φp; drop one of the two"
         if self.stem_widths and not self.conv_stem:
             yield "has stem_widths, but conv_stem = false removes the convolutions that have them; drop one of the two"
+        if (strides := len(self.stem_strides)) != (convolutions := len(self.stem_widths or (1, 1, 1)) + 1):
+            yield f"has {strides} stem_strides for {convolutions} convolutions; give a stride for each of stem_widths and one for the last"
 
     @property
     def phi_design(self) -> PhiDesign | None:
@@ -76,7 +79,7 @@ class PerViTLayout:
 
     heads: int
     widths: tuple[int, int, int, int]  # channels of each stage
-    stem_widths: tuple[int, int, int, int]
+    stem_widths: tuple[int, ...]
     depths: tuple[int, int, int, int] = (2, 2, 6, 2)
     mlp_ratio: int = 4
 
@@ -93,7 +96,7 @@ class PerViTLayout:
 
 
 class ConvStem(nn.Module):
-    """Convolutional patch embedding: four 3x3 convolutions with BatchNorm and ReLU, of stride 2 unless a switch says otherwise, then
+    """Convolutional patch embedding: 3x3 convolutions with BatchNorm and ReLU, four of stride 2 unless switches say otherwise, then
     a 1x1 convolution.
 
     ``forward``: (B, 3, H, W) -> (B, width, H / patch, W / patch), patch being the product of the strides, in channels_last layout.

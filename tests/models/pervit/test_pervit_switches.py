@@ -242,7 +242,10 @@ def test_probes_give_both_attentions_and_their_product() -> None:
         ({"phi_p_layer": 1}, "unknown switch 'phi_p_layer': did you mean 'phi_p_layers'?"),
         ({"widths": [128, 190, 224, 280]}, "model.switches.widths has 190, .* multiple of the 4 heads: set it to 192"),
         ({"conv_stem": False, "stem_widths": [8, 8, 8]}, "has stem_widths, but conv_stem = false removes the convolutions"),
+        ({"stem_widths": []}, r"model.switches.stem_widths must not be empty, got \[\]"),
         ({"stem_strides": [1, 2, 3, 2]}, r"model.switches.stem_strides"),
+        ({"stem_strides": [1, 2, 2]}, "has 3 stem_strides for 4 convolutions"),
+        ({"stem_widths": [8] * 4}, "has 4 stem_strides for 5 convolutions"),
     ],
 )
 def test_switches_that_make_no_model_are_refused(switches: dict, message: str) -> None:
@@ -284,6 +287,21 @@ def test_strides_of_the_stem_make_the_patches() -> None:
     assert without.stem.kernel_size == without.stem.stride == (4, 4) and without(torch.zeros(1, 3, 32, 32)).shape == (1, 2)
     features = as_features(create_model("pervit_t", 2, 24, switches={**switches, "position_embedding": False}))
     assert features.strides == (4,) and features(torch.zeros(1, 3, 24, 32))[0].shape == (1, 16, 6, 8)
+
+
+def test_a_stem_of_another_depth() -> None:
+    """Guards against a stem that has four convolutions whatever its widths say."""
+    switches = {"widths": [16] * 4, "stem_widths": [4, 8, 8, 12, 12], "stem_strides": [1, 2, 1, 2, 1, 1]}
+    model = create_model("pervit_t", num_classes=2, image_size=32, switches=switches).eval()
+    assert [(layer[0].out_channels, layer[0].stride[0]) for layer in model.stem.layers] == [
+        (4, 1),
+        (8, 2),
+        (8, 1),
+        (12, 2),
+        (12, 1),
+        (16, 1),
+    ]
+    assert model.patch == 4 and model.stem(torch.zeros(1, 3, 32, 32)).shape == (1, 16, 8, 8)
 
 
 def test_fewer_blocks_are_whole_stages() -> None:
