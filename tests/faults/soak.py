@@ -45,7 +45,7 @@ from support.ranks import Job, run_forked
 from support.runs import write_small_config
 from support.stores import BUCKET, aws_environment, s3_server
 
-STEPS, KILLS = 60, 10  # of a case
+STEPS, KILLS = 60, 20  # of a case: its end and its audit take as long as five kills
 EVERY_EPOCHS = 0.05  # an evaluation: four or five steps
 OPTIONS = (
     "log.samples=true",
