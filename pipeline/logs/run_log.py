@@ -26,7 +26,7 @@ from pipeline.logs import console, tensorboard
 from pipeline.logs.reduction import MetricReduction, StoreReport, report_bad_samples
 from pipeline.metrics import Metric, slow_rank, tells_top5
 from pipeline.runs import METRICS, TENSORBOARD
-from pipeline.runs.rows import parse_row
+from pipeline.runs.rows import kind_of, parse_row
 from pipeline.stream.schedule import Schedule
 from pipeline.terminal import duration, paint, shortened
 
@@ -37,7 +37,7 @@ _MUCH_WAITING = 0.05  # of the time: the console then names the rank that waits 
 
 class RunLog:
     """Collects the metrics of steps and writes them every few steps; only rank 0 writes files. Rows after ``start_step``, of a start
-    that was killed, are removed. ``flops_per_image``: of a training step, for the model FLOPs utilization (MFU); None: there is
+    that was killed, are removed, and of an evaluation of that step which ``evaluation_due`` repeats. ``flops_per_image``: of a training step, for the model FLOPs utilization (MFU); None: there is
     none. ``bad_samples``: sample -> message, of earlier starts; as an attribute all so far, the same on every rank. Raises
     UserError: on every rank: rank 0 cannot write the files."""
 
@@ -50,6 +50,7 @@ class RunLog:
         flops_per_image: float | None,
         bad_samples: dict[int, str] | None = None,
         store: StoreReport | None = None,
+        evaluation_due: bool = False,
     ) -> None:
         self._config, self._world, self._store = config, world, store
         self._flops_per_image, self._schedule, self._last_step = flops_per_image, schedule, schedule.last_step
@@ -69,16 +70,16 @@ class RunLog:
             total=self._last_step, initial=start_step, desc="training", unit="step", disable=hidden, dynamic_ncols=True
         )
         self.restart_clock()
-        do_in_main(lambda: self._open_files(config.folder, start_step), world)
+        do_in_main(lambda: self._open_files(config.folder, start_step, evaluation_due), world)
         if world.device.type != "cpu" and flops_per_image is not None:
             self._peak, source = peak_flops(world.device, config.train.precision)
             self.say(f"peak of one device: {self._peak / 1e12:.3g} TFLOP/s {config.train.precision} ({source})")
 
-    def _open_files(self, run_dir: Path, start_step: int) -> None:
+    def _open_files(self, run_dir: Path, start_step: int, evaluation_due: bool) -> None:
         path = run_dir / METRICS
         with being_written(path):
             remove_leftovers(path)
-            drop_rows_after(path, start_step)
+            drop_rows_after(path, start_step, evaluation_due)
         self._metrics = GrowingFile(path)
         self._events = tensorboard.EventFile(run_dir / TENSORBOARD, purge_step=start_step + 1)
         self._events.hyperparameters(tensorboard.hyperparameters(self._config), start_step)
@@ -258,12 +259,14 @@ class RunLog:
         self.say(shortened([begin, *parts, left], least, sys.stdout))
 
 
-def drop_rows_after(metrics: Path, step: int) -> None:
-    """Remove rows of steps that the resumed run repeats, evaluations included, and partial lines left by a kill."""
+def drop_rows_after(metrics: Path, step: int, evaluation_due: bool = False) -> None:
+    """Remove rows of steps and evaluations that the resumed run repeats, and partial lines left by a kill."""
     if not metrics.exists():
         return
     text = metrics.read_text(errors="replace")
     rows = ((line, parse_row(line.encode())) for line in text.split("\n"))
-    kept = "".join(line + "\n" for line, row in rows if row is not None and row["step"] <= step)
+    whole = ((line, row) for line, row in rows if row is not None)
+    due = step if evaluation_due else step + 1  # evaluations from there on come again
+    kept = "".join(line + "\n" for line, row in whole if row["step"] < (step + 1 if kind_of(row) == "step" else due))
     if kept != text:
         replace_text(metrics, kept)

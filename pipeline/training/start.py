@@ -163,7 +163,7 @@ def _open(
     store = StoreReport(world, (data.train_set, data.val_set))
     flops = prepared.cost.training_flops_per_image(config.train.micro_batch)
     flops_per_image = None if config.data.size_schedule else flops  # they are of one size
-    skipped = before.skipped_steps if before else 0
+    skipped, evaluation_due = (before.skipped_steps, before.evaluation_due) if before else (0, False)
     kind = settled.compile
     obstacle = what_hinders(train_state) if kind == GRAPHS else "nothing is captured"
     if obstacle is None:
@@ -189,7 +189,7 @@ def _open(
         agreement=agreement,
         saver=Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving"), mirror),
         mirror=mirror,
-        log=RunLog(config, world, step, data.schedule, flops_per_image, known, store),
+        log=RunLog(config, world, step, data.schedule, flops_per_image, known, store, evaluation_due),
         events=events,
         samples=SampleLog(folder, world, number) if config.log.samples else None,
         profiler=StepProfiler(folder, config.log.profile_steps, world, step, last_step),
@@ -198,7 +198,7 @@ def _open(
         step=step,
         skipped_steps=skipped,
         best=before.best if before else None,
-        evaluation_due=before.evaluation_due if before else False,
+        evaluation_due=evaluation_due,
     )
     if mirror:
         mirror.start()

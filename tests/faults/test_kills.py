@@ -59,6 +59,16 @@ def test_a_signal_within_an_evaluation_leaves_it_to_the_next_start(
     assert latest_step(run) == 3 and not evaluation_rows(run)
     manifest = json.loads((step_folder(run, 3) / "checkpoint.json").read_text())
     assert manifest["content"]["state"]["evaluation_due"] is True
+
+    def kill_when_evaluated(processes: int) -> None:
+        """When its rows are written, maybe before the checkpoint is which says that it is not due any more."""
+        job = train(processes, config, run, *OPTIONS)
+        job.until(lambda: sum(row["time"] > job.started for row in evaluation_rows(run)) == 2 or steps_taken(run) > 3)
+        job.kill()
+        job.wait()
+
+    kill_when_evaluated(1)
+    kill_when_evaluated(2)
     train(2, config, run, *OPTIONS).succeed()
     assert [row["step"] for row in evaluation_rows(run)] == [3, 3, STEPS, STEPS]  # of the weights and of their average
     assert same_files(run, straight[0])

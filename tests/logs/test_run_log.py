@@ -17,6 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.logs import console
+from pipeline.runs.rows import kind_of
 from pipeline.terminal import duration
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.runs import step_rows
@@ -279,6 +280,20 @@ def test_durations() -> None:
     assert [duration(s) for s in (0, 29, 60, 3599, 3600, 4300, 86399, 86400, 183_000)] == [
         "0 s", "29 s", "1 min", "1 h 0 min", "1 h 0 min", "1 h 12 min", "1 d 0 h", "1 d 0 h", "2 d 3 h",
     ]  # fmt: skip
+
+
+def test_an_evaluation_that_is_due_again_has_no_row_yet(tmp_path: Path) -> None:
+    """Guards against two rows of one evaluation, which differ in the last digits on other world sizes: its rows were written, but the
+    start was killed before the checkpoint was that says so."""
+    scenario = """
+result = {"top1": 50.0, "top5": 90.0, "loss": 1.5, "correct1": 2, "correct5": 4, "count": 4, "class_correct": [2, 0], "class_count": [2, 2]}
+log = RunLog(config, world, 0, schedule, 1.0); steps(log, 1, 5); log.evaluation(5, {"model": result, "ema": result}); log.close()
+RunLog(config, world, 5, schedule, 1.0, evaluation_due=DUE).close()
+"""
+    for due, kinds in ((False, ["step"] * 5 + ["evaluation"] * 2), (True, ["step"] * 5)):
+        assert run(tmp_path, scenario.replace("DUE", str(due)))[0][0] == 0
+        rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        assert [kind_of(row) for row in rows] == kinds
 
 
 def test_tensorboard_compares_runs_by_their_hyperparameters(tmp_path: Path) -> None:
