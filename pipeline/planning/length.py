@@ -41,9 +41,8 @@ class Images:
 
 
 def count_images(config: Config, data: Place | None) -> Images | None:
-    """How many images the run has: by the manifests of its shards, else by the number of classes. ``data``: shard set; None:
-    ``data.path`` if it is there. Returns None if nothing tells. Raises UserError: ``data`` holds no shard set, or one of other
-    classes."""
+    """How many images the run has: by its shards' manifests, else by the number of classes; None if nothing tells. ``data``:
+    shard set; None: ``data.path`` if it is there. Raises UserError: ``data`` holds no shard set, or one of other classes."""
     place = parse_place(data or config.data.path)
     if data or not isinstance(place, Path) or place.is_dir():
         try:

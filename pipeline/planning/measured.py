@@ -42,7 +42,7 @@ class Measured:
     def subject(self, planned: Subject) -> Subject:
         """The run itself, on the planned kind of GPU."""
         there = Subject(self.config, self.nodes, max(1, self.world_size // self.nodes), planned.gpu)
-        return there.changed("train", precision=planned.precision, zero_stage=self.stage)
+        return there.changed({"train.precision": planned.precision, "train.zero_stage": self.stage})
 
 
 def read_measured(path: Path) -> Measured:
@@ -118,7 +118,7 @@ def read_record(path: Path, planned: Subject) -> Measured:
         raise UserError(f"{must} ({type(error).__name__}: {error})", "pass another file") from None
     if not steps:
         raise UserError(f"{must}, which has no steps with batches in memory", "run make gpu-check to its end")
-    native = planned.changed("train", precision=AUTO).precision
+    native = planned.changed({"train.precision": AUTO}).precision
     other = None if planned.precision == native else f"its steps are in {native}, not {planned.precision}"
     if why := _other_device(device, planned) or other:
         problem = f"--gpu-record must be of the planned kind of GPU, got {path}: {why}"

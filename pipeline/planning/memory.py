@@ -2,6 +2,7 @@
 
 from bisect import bisect
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.cluster.host import memory
-from pipeline.config import AUTO, Config, ModelConfig, TrainConfig, accumulation_steps, fitting_micro_batches
+from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitting_micro_batches
 from pipeline.hardware import Gpu, native_bf16
 from pipeline.models import model_of
 from pipeline.optim.engine import zero_stage
@@ -73,10 +74,9 @@ class Subject:
         kernels = self.gpu is not None and self.gpu.bf16_flops is not None
         return Layout(self.world_size, self.stage, self.accumulation > 1, self.gpu is not None, kernels)
 
-    def changed(self, section: str, **values: Any) -> "Subject":
-        """The subject with other values in a section of its config."""
-        config = self.config
-        return replace(self, config=config.model_copy(update={section: getattr(config, section).model_copy(update=values)}))
+    def changed(self, values: Mapping[str, Any]) -> "Subject":
+        """The subject with other values in its config: dotted key -> value."""
+        return replace(self, config=self.config.with_values(values))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
     """Plan the memory of one process. ``micro_batch``: instead of ``train.micro_batch_size``. Raises UserError: the batch sizes do not
     divide, or the model cannot be built or traced."""
     if micro_batch is not None:
-        subject = subject.changed("train", micro_batch_size=micro_batch)
+        subject = subject.changed({"train.micro_batch_size": micro_batch})
     config = subject.config
     step, evaluation = traced_step(subject).parts, traced_evaluation(subject).parts
     if subject.compile == "graphs":  # which keep what a step allocates
@@ -142,7 +142,7 @@ def settled(subject: Subject) -> Subject:
     if train.micro_batch_size != AUTO:
         return subject
     smallest = fitting_micro_batches(train, subject.world_size, subject.config.augment.unit)[0]
-    return subject.changed("train", micro_batch_size=largest_micro_batch(subject) or smallest)
+    return subject.changed({"train.micro_batch_size": largest_micro_batch(subject) or smallest})
 
 
 def traced_step(subject: Subject) -> TracedStep:
@@ -152,17 +152,16 @@ def traced_step(subject: Subject) -> TracedStep:
 
 def traced_evaluation(subject: Subject) -> TracedStep:
     """The trace of the run's evaluation, which does not depend on the training's batches."""
-    config, default = _traced_config(subject), TrainConfig()
-    train = config.train.model_copy(update={name: getattr(default, name) for name in _OF_TRAINING})
-    layout = replace(subject.layout, accumulates=False)
-    return _trace(config.model_copy(update={"train": train}).model_dump_json(), layout, evaluation=True)
+    default = TrainConfig()
+    config = _traced_config(subject).with_values({f"train.{name}": getattr(default, name) for name in _OF_TRAINING})
+    return _trace(config.model_dump_json(), replace(subject.layout, accumulates=False), evaluation=True)
 
 
 def _traced_config(subject: Subject) -> Config:
     """The same for all runs that differ in what no trace depends on, so that its result is kept."""
-    default, config = Config(), subject.changed("train", precision=subject.precision).config
+    default = Config()
     same = {"output_dir": default.output_dir, "seed": 0, "data": default.data, "augment": default.augment}
-    return config.model_copy(update=same)
+    return subject.config.with_values({**same, "train.precision": subject.precision})
 
 
 @lru_cache(maxsize=128)
@@ -171,10 +170,8 @@ def _trace(config: str, layout: Layout, evaluation: bool) -> TracedStep:
 
 
 def _loader_bytes(config: Config, on_gpu: bool) -> int:
-    """Estimate the bytes on the training device of both loaders, which live as long as the run: training and evaluation.
-
-    On a CPU, PyTorch's allocator has the finished batches only; a GPU that decodes also has DALI's buffers.
-    """
+    """Estimate the bytes on the training device of both loaders, which live as long as the run: training and evaluation. On a
+    CPU, PyTorch's allocator has the finished batches only; a GPU that decodes also has DALI's buffers."""
     side, prefetch, total = config.model.image_size, config.data.prefetch, 0.0
     for size in (config.train.micro_batch, config.eval.batch_size):
         pixels = size * 3 * side * side
@@ -189,12 +186,11 @@ def _loader_bytes(config: Config, on_gpu: bool) -> int:
 
 def trained_parameters(config: Config) -> int:
     """How many numbers the model learns."""
-    train = config.train.model_dump_json(include={"activation_checkpointing", "freeze"})
-    return _trained_parameters(config.model.model_dump_json(), train)
+    return _trained_parameters(config.model_dump_json(include={"model": True, "train": {"activation_checkpointing", "freeze"}}))
 
 
 @lru_cache(maxsize=128)
-def _trained_parameters(model: str, train: str) -> int:
+def _trained_parameters(config: str) -> int:
     with torch.device("meta"):
-        built = model_of(Config(model=ModelConfig.model_validate_json(model), train=TrainConfig.model_validate_json(train)))
+        built = model_of(Config.model_validate_json(config))
     return sum(parameter.numel() for parameter in built.parameters() if parameter.requires_grad)

@@ -84,7 +84,7 @@ def _parts(memory: Memory) -> Rows:
 def _sizes(subject: Subject) -> Rows:
     on = subject.config.train.activation_checkpointing
     for checkpointing in (on, not on) if _recomputes(subject) else (on,):
-        other = subject.changed("train", activation_checkpointing=checkpointing)
+        other = subject.changed({"train.activation_checkpointing": checkpointing})
         planned, largest = plan_memory(other), largest_micro_batch(other)
         steps = subject.config.train.global_batch_size // (max(1, largest) * subject.world_size)
         fitting = f"largest micro-batch {largest}, accumulation {steps}" if largest else "no micro-batch fits"
@@ -95,7 +95,7 @@ def _sizes(subject: Subject) -> Rows:
 def _recomputes(subject: Subject) -> bool:
     """Whether the model has activation checkpointing, which some of others' code lack."""
     try:
-        trained_parameters(subject.changed("train", activation_checkpointing=True).config)
+        trained_parameters(subject.changed({"train.activation_checkpointing": True}).config)
     except UserError:
         return False
     return True
@@ -114,9 +114,9 @@ class Change:
 def changes(subject: Subject, memory: Memory) -> list[Change]:
     """Changes that save memory, the largest saving first."""
     found = [
-        Change(f"{section}.{key}={str(value).lower()}", cost, after, memory.total - after.total)
-        for section, key, value, cost in _candidates(subject, memory)
-        if (after := plan_memory(subject.changed(section, **{key: value}))).total < memory.total
+        Change(f"{key}={str(value).lower()}", cost, after, memory.total - after.total)
+        for key, value, cost in _candidates(subject, memory)
+        if (after := plan_memory(subject.changed({key: value}))).total < memory.total
     ]
     return sorted(found, key=lambda change: -change.saving)
 
@@ -124,30 +124,30 @@ def changes(subject: Subject, memory: Memory) -> list[Change]:
 def _together(subject: Subject, memory: Memory) -> tuple[str, int]:
     """Where no change alone is enough: all that leave the result as it is, and the largest micro-batch size with them; 0: none fits."""
     overrides = []
-    for section, key, value, _ in _candidates(subject, memory, sizes=False):
-        changed = subject.changed(section, **{key: value})
-        if key != "precision" and plan_memory(changed).total < memory.total:
-            overrides.append(f"{section}.{key}={str(value).lower()}")
+    for key, value, _ in _candidates(subject, memory, sizes=False):
+        changed = subject.changed({key: value})
+        if key != "train.precision" and plan_memory(changed).total < memory.total:
+            overrides.append(f"{key}={str(value).lower()}")
             subject = changed
     return " ".join(overrides), largest_micro_batch(subject)
 
 
-def _candidates(subject: Subject, memory: Memory, sizes: bool = True) -> Iterator[tuple[str, str, Any, str]]:
-    """Section, key and value of changes, and what they cost."""
+def _candidates(subject: Subject, memory: Memory, sizes: bool = True) -> Iterator[tuple[str, Any, str]]:
+    """Key and value of changes, and what they cost."""
     train = subject.config.train
     if not train.activation_checkpointing and _recomputes(subject):
-        yield "train", "activation_checkpointing", True, "about a quarter more time, the same result"
+        yield "train.activation_checkpointing", True, "about a quarter more time, the same result"
     if subject.world_size > 1 and optimizer_description(subject.config.optim).takes_slices:
         for stage in range(subject.stage + 1, 4):
-            yield "train", "zero_stage", stage, "more traffic, the same result" if stage == 3 else "the same result"
+            yield "train.zero_stage", stage, "more traffic, the same result" if stage == 3 else "the same result"
     if subject.precision == "fp32" and (subject.gpu is None or subject.gpu.bf16_flops):
-        yield "train", "precision", "bf16", "a begun run keeps its precision"
+        yield "train.precision", "bf16", "a begun run keeps its precision"
     if memory.in_evaluation and (smaller := min(train.micro_batch, subject.config.eval.batch_size // 2)):
-        yield "eval", "batch_size", smaller, "the same result"
+        yield "eval.batch_size", smaller, "the same result"
     if sizes and (largest := largest_micro_batch(subject)) and largest < train.micro_batch:
         accumulation = subject.accumulation * train.micro_batch // largest
         cost = f"{accumulation} micro-batches per step; BatchNorm sees fewer images at a time"
-        yield "train", "micro_batch_size", largest, cost
+        yield "train.micro_batch_size", largest, cost
 
 
 def _advice(subject: Subject, memory: Memory) -> Rows:

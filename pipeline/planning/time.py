@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from pipeline.hardware import NETWORK
+from pipeline.optim.build import optimizer_description
 from pipeline.planning.length import Checkpoints, Images, Length, LoaderNeed, jobs_within, length_of, plan_checkpoints
 from pipeline.planning.measured import Measured
 from pipeline.planning.memory import Subject, traced_evaluation, traced_step
@@ -190,7 +191,7 @@ def _optimizer_seconds(subject: Subject, step: TracedStep, rates: Rates) -> floa
     """The update, the gradients' norm, clipping, averages, and copies of gradients into flat ones; with ZeRO also between flat shards and weights."""
     train, stage, count = subject.config.train, subject.stage, step.elements
     share = count / subject.world_size if stage else count  # of the optimizer's state on this process
-    moved = step.optimizer_passes * share
+    moved = optimizer_description(subject.config.optim).passes * share
     moved += count * (1 + 2 * bool(subject.config.optim.clip_grad_norm))
     moved += 3 * (count if stage < 3 else share) * bool(train.ema_decay)
     moved += (4 if stage else 2) * count  # into buckets, out of flat shards; without ZeRO into a flat tensor

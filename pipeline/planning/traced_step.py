@@ -45,7 +45,6 @@ class TracedStep:
     tensors: int  # parameters that learn
     elements: int  # numbers in them
     state_elements: int  # numbers that the optimizer keeps, over all processes
-    optimizer_passes: float  # numbers that the optimizer reads and writes for each of the elements
     optimizer_flops: float  # of the matrix products in its step
     buffers: int  # bytes of the buffers that a checkpoint has
 
@@ -132,7 +131,6 @@ def _traced(model: nn.Module, engine: EngineMemory, trace: Trace, taught: list[O
         tensors=len(engine.parameters),
         elements=engine.elements,
         state_elements=engine.state_elements,
-        optimizer_passes=engine.optimizer.passes,
         optimizer_flops=engine.matrix_flops,
         buffers=sum(model.get_buffer(name).nbytes for name in buffers),
     )
