@@ -130,16 +130,15 @@ def print_table(merged: Merged, names: Names) -> None:
     """Print the first rows: a line per image, its classes with their probabilities."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is not UTF-8, or a terminal that is not
         sys.stdout.reconfigure(errors="backslashreplace")
-    shown = total = 0
+    total = 0
     for rows, errors in merged:
-        total += len(rows)
-        for row, error in zip(rows[: max(0, _SHOWN - shown)], errors):
+        for row, error in zip(rows[: max(0, _SHOWN - total)], errors):
             best = zip(row["top"].tolist(), row["probability"].tolist())
             text = f"error: {error}" if error else "  ".join(f"{names.shown[label]} {part:.1%}" for label, part in best)
             print(fitted(f"{names.file(int(row['index']))}  {text}", sys.stdout))
-            shown += 1
-    if total > shown:
-        print(f"... and {total - shown} more: --output FILE.csv has all")
+        total += len(rows)
+    if total > _SHOWN:
+        print(f"... and {total - _SHOWN} more: --output FILE.csv has all")
 
 
 def report(args: argparse.Namespace, tally: Tally, classes: int) -> None:

@@ -48,10 +48,13 @@ class RankRows(AbstractContextManager["RankRows"]):
             self._failure = self._refusal(error)
         raise_on_all(self._failure, world)
 
-    def add(self, rows: np.ndarray, errors: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Add a batch: ``rows`` (batch_size,) of the dtype, padding included; by an image's index why it has no result."""
+    def add(self, errors: Mapping[int, str] = MappingProxyType({}), **columns: Any) -> None:
+        """Add a batch: by field of the dtype (batch_size, ...), padding included; by an image's index why it has no result."""
         if self._failure:
             return
+        rows = np.zeros(len(columns["index"]), self.dtype)
+        for name, values in columns.items():
+            rows[name] = values.cpu().numpy() if isinstance(values, Tensor) else values
         try:
             self._files[0].write(rows.tobytes())
             for index in sorted(errors):
@@ -136,14 +139,12 @@ def predict(
             values = {"top": best, "probability": probability}
         finite = results.isfinite().all(dim=1).cpu().numpy()
         position = batch.request.position  # not .index, which of an image that did not decode is its substitute's
-        table = table_of(rows, index=position, valid=position < len(images), label=batch.labels, **values)
+        valid = position < len(images)
         errors = {}
-        for place, index in enumerate(table["index"].tolist()):
-            if table["valid"][place]:
-                reason = images.errors.pop(index, None) or ("" if finite[place] else "the model's scores are not finite")
-                if reason:
-                    errors[index] = reason
-        rows.add(table, errors)
+        for index, usable in zip(position[valid].tolist(), finite[valid]):
+            if reason := images.errors.pop(index, None) or ("" if usable else "the model's scores are not finite"):
+                errors[index] = reason
+        rows.add(errors, index=position, valid=valid, label=batch.labels, **values)
 
 
 def collect_evaluated(rows: RankRows) -> Consumer:
@@ -153,18 +154,10 @@ def collect_evaluated(rows: RankRows) -> Consumer:
     def consume(batch: Batch, scores: Tensor, best: Tensor, losses: Tensor) -> None:
         probabilities = scores.softmax(dim=1)  # (B, classes)
         own = probabilities.gather(1, batch.labels[:, None])[:, 0]  # (B,)
-        told = {"index": batch.request.index, "valid": batch.valid, "label": batch.labels, "loss": losses}
-        rows.add(table_of(rows, top=best, probability=probabilities.gather(1, best), label_probability=own, **told))
+        told: dict[str, Any] = {"index": batch.request.index, "valid": batch.valid, "label": batch.labels, "loss": losses}
+        rows.add(top=best, probability=probabilities.gather(1, best), label_probability=own, **told)
 
     return consume
-
-
-def table_of(rows: RankRows, **columns: Any) -> np.ndarray:
-    """(B,) of the rows' dtype, of tensors and arrays by column."""
-    table = np.zeros(len(columns["index"]), rows.dtype)
-    for name, values in columns.items():
-        table[name] = values.cpu().numpy() if isinstance(values, Tensor) else values
-    return table
 
 
 class Tally:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.inference.evaluation import evaluation_loader
-from pipeline.inference.prediction import RankRows, table_of
+from pipeline.inference.prediction import RankRows
 from pipeline.inference.prediction_table import features_dtype
 from pipeline.stream.order import sample_at
 from pipeline.stream.philox import Stream
@@ -60,7 +60,7 @@ def collect_features(
         for _ in Progress(len(loader.batches), "computing features", "batches", world.is_main):
             batch = next(loader)
             features, numbers = forward(batch.images).float(), batch.request.index
-            rows.add(table_of(rows, index=numbers, valid=batch.valid, label=batch.labels, features=features))
+            rows.add(index=numbers, valid=batch.valid, label=batch.labels, features=features)
         loader.close()
         rows.publish(lambda parts: merged.extend(part for part, _ in parts))
     if not world.is_main:

@@ -20,15 +20,15 @@ from pipeline.models.weights.reference_names import load_fitting
 from pipeline.models.weights.transfer import check_finite, first_difference
 from pipeline.step.precision import autocast
 
+Channels = Sequence[float]  # a number for each of red, green and blue
 # What all of torchvision's weights for ImageNet were trained with: the preset `ImageClassification` of torchvision.transforms.
 TORCHVISION_MEAN, TORCHVISION_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def load_teacher(config: Config, device: torch.device, classes: list[str] | None = None) -> Callable[[Tensor], Tensor]:
-    """Load ``train.teacher``: another trained model, as :func:`~pipeline.inference.trained.read_trained` finds it, or a
-    library's network. Returns images (B, 3, H, W) -> logits (B, classes), without gradients. Raises UserError: there is no such
-    model, or it has other classes or another image size. ``classes``: the student's class names, in order; None: not compared.
-    Libraries do not name theirs."""
+    """Load ``train.teacher``: a library's network, or a model as :func:`~pipeline.inference.trained.read_trained` finds it,
+    whose classes are compared with ``classes``, the student's in order, unless None. Returns images (B, 3, H, W) -> logits (B,
+    classes), without gradients. Raises UserError: there is no such model, or it has other classes or another image size."""
     teacher = load_library_teacher(config) if config.train.teacher_weights else _model_of_run(config, classes)
     teacher.to(device).requires_grad_(False)
 
@@ -62,14 +62,7 @@ class LibraryTeacher(nn.Module):
     scale: Tensor  # (3, 1, 1), a buffer
     offset: Tensor  # (3, 1, 1), a buffer
 
-    def __init__(
-        self,
-        network: nn.Module,
-        mean: Sequence[float],
-        std: Sequence[float],
-        run_mean: Sequence[float],
-        run_std: Sequence[float],
-    ) -> None:
+    def __init__(self, network: nn.Module, mean: Channels, std: Channels, run_mean: Channels, run_std: Channels) -> None:
         super().__init__()
         self.network = network
         self.converts = (tuple(mean), tuple(std)) != (tuple(run_mean), tuple(run_std))
@@ -105,7 +98,7 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
     return teacher
 
 
-def library_network(config: Config) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
+def library_network(config: Config) -> tuple[nn.Module, Channels, Channels]:
     """The network that ``train.teacher`` names with random weights, and the mean and deviation that it expects. Raises
     UserError: the library is missing or does not load, or has no such network."""
     library, _, name = (config.train.teacher or "").partition(":")

@@ -33,9 +33,8 @@ _PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
 
 
 class OnnxModel(nn.Module):
-    """The graph that ``pervit export --format onnx`` wrote, run on the GPU if ONNX Runtime is built for one, else on the CPU: (B, 3, S, S)
-    -> (B, classes) float32 on the images' device. Raises UserError: ONNX Runtime is missing, the file is damaged, or does not
-    describe its model."""
+    """The graph of ``pervit export --format onnx``, on a GPU if ONNX Runtime is built for one: (B, 3, S, S) -> (B, classes)
+    float32 on the images' device. Raises UserError: no ONNX Runtime, or the file is damaged or does not describe its model."""
 
     def __init__(self, path: Path, providers: tuple[str, ...] = _PROVIDERS) -> None:
         super().__init__()
