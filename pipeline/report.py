@@ -61,14 +61,12 @@ def main() -> int:
 
     args.runs = [fetched(run, weights=False) for run in args.runs]
     output = args.output or (Path("report.html") if args.table is None or args.format == "html" else None)
+    check_writable(output)
+    with Stage(f"making {output}" if output else "reading the runs"):
+        text, lost = _text(args)
     if output is None:
-        with Stage("reading the runs"):
-            text, _ = _text(args)
         print(text, end="")
         return 0
-    check_writable(output)
-    with Stage(f"making {output}"):
-        text, lost = _text(args)
     replace_text(output, text)
     size = len(text.encode())
     print(f"{output}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{output}: {size / 1e3:.1f} kB")

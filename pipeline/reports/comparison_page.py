@@ -19,7 +19,7 @@ from pipeline.reports.comparison import Group, mean_text, results, value_text
 from pipeline.reports.curves import Points, numbers, plot_title, smoothed, spread
 from pipeline.reports.row_runs import Measured
 from pipeline.reports.table_sheet import model_size
-from pipeline.runs.folder import RunFolder, find_runs, read_runs
+from pipeline.runs.folder import RunFolder, read_runs
 
 _DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}  # plotly's name -> that of a border
 _POINTS = 30_000  # of all curves of a figure: a page with a hundred runs stays small
@@ -32,9 +32,8 @@ def comparison_page(paths: list[Path]) -> tuple[str, list[Path]]:
     """The page about the runs in these folders, and in the folders that hold some, with speeds from files of `throughput --json`; and
     those paths without a run that can be read. Raises UserError: all of them."""
     measured, places, others = Measured.read(paths)
-    folders, missing = find_runs(places)
-    runs, damaged = read_runs(folders)
-    notes = [*missing, *damaged, *others]
+    runs, unread = read_runs(places)
+    notes = unread + others
     if not runs:
         problem = f"{', '.join(map(str, paths))}: no run that can be read ({' '.join(notes)})"
         raise UserError(problem, "pass the output_dir of runs")
@@ -51,7 +50,7 @@ def comparison_page(paths: list[Path]) -> tuple[str, list[Path]]:
     about += " A row is a group of runs that differ only in their seed." * (len(groups) < len(runs))
     about += " Accuracies of different data sets do not compare: each set has its own table." * (len(data) > 1)
     lost = [path for path in places if not any(run.path.resolve().is_relative_to(path.resolve()) for run in runs)]
-    title = counted(len(runs), "run") + f", {len(missing) + len(damaged)} cannot be read" * bool(missing or damaged)
+    title = counted(len(runs), "run") + f", {len(unread)} cannot be read" * bool(unread)
     return page(title, about, sections, notes), lost
 
 

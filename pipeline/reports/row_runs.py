@@ -81,20 +81,15 @@ class Measured:
 
     def evaluated(self, run: RunFolder, row: PaperRow) -> dict[str, Any] | None:
         """The last evaluation of a run with the row's switches of the test, on as many images as the run's own."""
-        switches, here = {**run.settings.model.switches, **row.test}, run.path.resolve()
-        for found in reversed(self.evaluations):
-            place = Path(found["checkpoint"]).resolve()
-            if found.get("switches") == switches and found.get("count") == run.val_images and here in (place, *place.parents):
-                return found
-        return None
+        wanted, folder = ({**run.settings.model.switches, **row.test}, run.val_images), run.path.resolve()
+        alike = (found for found in reversed(self.evaluations) if (found.get("switches"), found.get("count")) == wanted)
+        return next((found for found in alike if Path(found["checkpoint"]).resolve().is_relative_to(folder)), None)
 
     def speed_of(self, keys: dict[str, Any]) -> dict[str, Any] | None:
         """The last measurement of the model of a flat config, with its switches and image size."""
         wanted = (keys["model.name"], keys["model.image_size"], switches_of(keys))
-        for found in reversed(self.speeds):
-            if (found.get("model"), found.get("image_size"), found.get("switches", {})) == wanted:
-                return found
-        return None
+        last = reversed(self.speeds)
+        return next((row for row in last if (row.get("model"), row.get("image_size"), row.get("switches", {})) == wanted), None)
 
 
 @dataclass

@@ -24,9 +24,8 @@ _EVALUATIONS = 12  # in the table
 
 
 def run_page(run: RunFolder, predictions: Path | None = None, shards: Place | None = None, analysis: Path | None = None) -> str:
-    """The HTML of a run's page. Raises UserError: a source that was given cannot be read, or plotly is not installed.
-    ``predictions``, ``shards``, ``analysis``: what lies beside the run folder; None: in the run folder, or where its config
-    says."""
+    """The HTML of a run's page. ``predictions``, ``shards``, ``analysis``: where these are; None: in the run folder, or where
+    its config says. Raises UserError: one that was given cannot be read, or plotly is not installed."""
     starts, recipe, problems = starts_of(run), paper_recipe(run), list(run.problems)
     if analysis and not (analysis / "analysis.json").is_file():
         raise UserError(f"--analysis {analysis} has no analysis.json", "make it with `pervit analyze`")

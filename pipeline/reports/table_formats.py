@@ -14,7 +14,7 @@ from pipeline.page import Html, Section, html, join, page
 from pipeline.reports.papers import find_table
 from pipeline.reports.row_runs import Measured, fill
 from pipeline.reports.table_sheet import Column, Number, Sheet, make_sheet
-from pipeline.runs.folder import find_runs, read_runs
+from pipeline.runs.folder import read_runs
 
 
 def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False) -> str:
@@ -23,9 +23,8 @@ def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False)
     ``latex`` or ``csv``. ``any_data``: see :mod:`pipeline.reports.row_runs`."""
     table = find_table(name)
     measured, places, others = Measured.read(paths)
-    folders, missing = find_runs(places)
-    runs, damaged = read_runs(folders)
-    sheet = make_sheet(fill(table, runs, any_data, measured), [*missing, *damaged, *others])
+    runs, problems = read_runs(places)
+    sheet = make_sheet(fill(table, runs, any_data, measured), problems + others)
     return {"html": _page, "markdown": _markdown, "latex": _latex, "csv": _comma_separated}[form](sheet)
 
 

@@ -221,9 +221,10 @@ def read_run(path: Path) -> RunFolder:
 
 
 def read_runs(paths: list[Path]) -> tuple[list[RunFolder], list[str]]:
-    """Read run folders: those whose config is valid, and a sentence for each of the others."""
-    runs, problems = [], []
-    for path in paths:
+    """Read the runs of :func:`find_runs`: those with a valid config; a sentence for each other, and each path without one."""
+    runs: list[RunFolder] = []
+    folders, problems = find_runs(paths)
+    for path in folders:
         try:
             run = read_run(path)
             run.settings  # noqa: B018 - raises if it is not valid
