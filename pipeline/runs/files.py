@@ -51,10 +51,8 @@ class Holder:
 
 
 def read_holder(descriptor: int) -> Holder | None:
-    """Read an open lock file; None if nobody holds it and it names nobody, as one that was released in order.
-
-    Whoever holds a lock must not call this: to close another descriptor of the file would release it.
-    """
+    """Read an open lock file; None if nobody holds it and it names nobody, as one that was released in order. Whoever holds a
+    lock must not call this: to close another descriptor of the file would release it."""
     alive, told = False, None
     try:
         alive = is_locked_by_another(descriptor)

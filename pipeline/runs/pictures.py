@@ -62,20 +62,15 @@ class PictureFiles:
 
     def _read(self, path: Path) -> None:
         place, number = self._places.get(path, (0, 0))
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=_BLOCK) as file:
             size = os.fstat(file.fileno()).st_size
-            file.seek(place)
-            buffer, at = b"", place  # `at`: of the buffer's beginning
             while place + _HEADER <= size:
-                if place + _HEADER - at > len(buffer):
-                    file.seek(place)
-                    buffer, at = file.read(_BLOCK), place
-                (length,) = struct.unpack_from("<Q", buffer, place - at)
+                file.seek(place)  # within the buffer this reads nothing
+                (length,) = struct.unpack_from("<Q", file.read(_HEADER))
                 end = place + _HEADER + length + _FOOTER
                 if end > size:
                     break  # it is being written
                 if number < _BEGINNING or length >= _SMALLEST_PICTURE:
-                    file.seek(place + _HEADER)
                     self._note(path, place + _HEADER, file.read(length))
                 place, number = end, number + 1
                 self._places[path] = place, number

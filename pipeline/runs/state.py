@@ -101,8 +101,7 @@ def state_of(files: RunFiles, now: float | None = None) -> State:
 
 
 def _is_held(holder: Holder | None, ended: bool, late: bool) -> bool:
-    """Whether a process has the folder. Where the file system shows no locks of other nodes, the last activity
-    tells."""
+    """Whether a process has the folder. Where the file system shows no locks of other nodes, the last activity tells."""
     if holder is None or holder.alive:
         return holder is not None
     return holder.host not in (None, socket.gethostname()) and not ended and not late
