@@ -170,7 +170,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         made = "(`source .venv/bin/activate`; `make install` in the repository makes it)"
         use = f"use the Python of the environment with this project's packages {made}"
         _fail(f"error: {sys.executable} has no package {error.name!r}: {use}.")
-    except (MemoryError, OSError, RuntimeError, ImportError) as error:
+    except Exception as error:
         if lacks_memory(error):
             _fail(
                 f"error: there is not enough memory ({first_line(error)}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
@@ -186,6 +186,4 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             _fail(traceback.format_exc(), 1)  # not an error of the file system
         place = printable(str(error.filename or "reading or writing a file"), 500)
         _fail(f"error: {place}: {error.strerror}: check the path, its permissions and the free space.")
-    except Exception:
-        _fail(traceback.format_exc(), 1)
     sys.exit(code or 0)

@@ -36,9 +36,8 @@ def main() -> int:
 
     console.install()
     try:
-        world = init_world(
-            args.seconds / 3, Path(tempfile.gettempdir())
-        )  # NCCL's watchdog must not end a rank before it is named
+        # NCCL's watchdog must not end a rank before it is named.
+        world = init_world(args.seconds / 3, Path(tempfile.gettempdir()))
         verdict = examine(config, world, args.seconds)
     except NotConnected as error:
         if os.environ.get("RANK", "0") in ("0", "1"):  # the second: rank 0 may be what is missing

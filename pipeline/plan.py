@@ -55,8 +55,7 @@ def subject_of(args: argparse.Namespace) -> "Subject":
 
 def earlier_run(given: Path | None, subject: "Subject", record: Path | None = None) -> "tuple[Measured | None, str | None]":
     """What replaces the model of time: ``--measured``, ``--gpu-record``, else the run that lies in the run's own folder.
-    Returns None where there is none that fits, which is an error of ``--measured``; and why the one in the run's own folder
-    does not."""
+    Returns None where none fits, which is an error of ``--measured``; and why the one in the run's own folder does not."""
     from pipeline.planning.measured import difference, read_measured, read_record
     from pipeline.runs.folder import is_run
 

@@ -62,10 +62,8 @@ def peripheral_maps(model: VisionModel, image_size: int) -> Tensor | None:
 
 
 def map_grid(maps: Tensor) -> Tensor:
-    """An image of :func:`peripheral_maps`: one row per layer, one column per head, from 0 (violet) to 1 (yellow).
-
-    The axes count patches, and have the row and the column of the query.
-    """
+    """An image of :func:`peripheral_maps`: one row per layer, one column per head, from 0 (violet) to 1 (yellow). The axes
+    count patches, and have the row and the column of the query."""
     layers, heads, rows, columns = maps.shape
     tiles = [_enlarge(_coloured(phi), _SMALLEST_MAP) for phi in maps.flatten(0, 1).numpy()]
     left, above = [f"layer {layer + 1}        " for layer in range(layers)], [f"head {head + 1}" for head in range(heads)]

@@ -118,10 +118,8 @@ class RunLog:
     def _note_rows(self, pending: list[tuple[dict[str, Any], Mapping[str, Metric]]]) -> None:
         """Turn the metrics of steps into rows, which the next flush writes. Collective."""
         seconds, waits = time.perf_counter() - self._since, waited(self._world.device) - self._waited_before
-        if (
-            pending[0][0]["step"] == self._first_step
-        ):  # in which libraries are loaded and rank 0 draws images: no node is at fault
-            waits = 0.0
+        if pending[0][0]["step"] == self._first_step:
+            waits = 0.0  # libraries were loaded, and rank 0 drew images: no node is at fault
         reduced = self._reduction.rows([metrics for _, metrics in pending], seconds, waits)
         if any(row["bad_samples"] for row in reduced):  # rare: gathering objects is slow
             report_bad_samples(self._world, self._met, self.bad_samples)
