@@ -124,11 +124,10 @@ def run(args: argparse.Namespace) -> None:
             assert result is not None  # nothing gives the pass up
             loader.close()
             if "nonfinite" in result:
-                raise UserError(
-                    f"{args.checkpoint} gives scores that are not finite for {result['nonfinite']} of {result['count']} images in "
-                    f"{precision.name}, so it has no accuracy",
-                    f"{'' if precision.name == 'fp32' else 'try --precision fp32, or '}take a checkpoint of an earlier --step",
-                )
+                lost = f"{result['nonfinite']} of {result['count']} images in {precision.name}"
+                problem = f"{args.checkpoint} gives scores that are not finite for {lost}, so it has no accuracy"
+                other = "" if precision.name == "fp32" else "try --precision fp32, or "
+                raise UserError(problem, f"{other}take a checkpoint of an earlier --step")
             if rows:
                 names = Names(images.key, images.classes, [shown[output] for output in each.outputs])
                 with console.stage(f"writing {args.predictions}"):

@@ -21,6 +21,7 @@ from pipeline.shards.shard_set import ShardSet
 from pipeline.stream.samples import Samples
 from pipeline.terminal import Progress
 
+Forward = Callable[[Tensor], Tensor]  # images (B, 3, H, W) -> logits (B, classes), or features (B, width)
 Consumer = Callable[[Batch, Tensor, Tensor, Tensor], None]
 
 
@@ -40,7 +41,7 @@ def evaluation_loader(shards: Samples, config: Config, world: World) -> Loader[E
 
 @torch.no_grad()
 def evaluate(
-    forward: Callable[[Tensor], Tensor],
+    forward: Forward,
     loader: Loader[EvalBatches],
     world: World,
     stop: Callable[[], bool] | None = None,

@@ -19,7 +19,7 @@ from pipeline.cluster.agreement import do_in_main, raise_on_all
 from pipeline.cluster.world import World
 from pipeline.errors import UserError
 from pipeline.files import disk_reason, remove_leftovers
-from pipeline.inference.evaluation import Consumer
+from pipeline.inference.evaluation import Consumer, Forward
 from pipeline.inference.image_list import ImageList
 from pipeline.inference.prediction_table import Merged
 from pipeline.loader.batches import EvalBatches
@@ -125,9 +125,7 @@ def _next_error(file: BinaryIO) -> tuple[int, str]:
 
 
 @torch.no_grad()
-def predict(
-    forward: Callable[[Tensor], Tensor], top: int | None, loader: Loader[EvalBatches], images: ImageList, rows: RankRows
-) -> None:
+def predict(forward: Forward, top: int | None, loader: Loader[EvalBatches], images: ImageList, rows: RankRows) -> None:
     """Add a row for each image: the ``top`` classes of logits (B, classes), or, with None, features (B, D). Collective."""
     for _ in Progress(len(loader.batches), "predicting", "batches", loader.batches.rank == 0):
         batch = next(loader)

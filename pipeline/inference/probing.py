@@ -1,7 +1,7 @@
 """Measure what frozen features are worth, with the settings of DINOv3's evaluations (Siméoni et al., 2025): nearest neighbours vote,
 and logistic regression. Features are (n, D) float64 on any device, labels (n,) int64."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from pipeline.cluster.world import World
 from pipeline.config import Config
-from pipeline.inference.evaluation import evaluation_loader
+from pipeline.inference.evaluation import Forward, evaluation_loader
 from pipeline.inference.prediction import RankRows
 from pipeline.inference.prediction_table import features_dtype
 from pipeline.stream.order import sample_at
@@ -49,7 +49,7 @@ class Labelled:
 
 @torch.no_grad()
 def collect_features(
-    forward: Callable[[Tensor], Tensor], width: int, images: Samples, config: Config, world: World, beside: Path
+    forward: Forward, width: int, images: Samples, config: Config, world: World, beside: Path
 ) -> Labelled | None:
     """The features of all images that can be used, in their order, prepared as in an evaluation; None but on rank 0.
     Collective. ``forward``: images (B, 3, H, W) -> features (B, width); ``beside``: a path in a folder that all ranks see,

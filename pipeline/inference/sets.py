@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+Split = ShardSet | ImageFolder
 REAL, V2 = "real", "v2"
 SETS = {REAL: ("ReaL", 1000), V2: ("V2", 1000), "a": ("A", 200), "r": ("R", 200), "sketch": ("Sketch", 1000)}  # title, classes
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
@@ -33,9 +34,7 @@ _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 class ChosenImages(Samples):
     """Some samples of a split, by their numbers (n,) int64, as a split of its own; ``relabelled``: with (n,) other labels, of classes."""
 
-    def __init__(
-        self, split: ShardSet | ImageFolder, indices: np.ndarray, relabelled: tuple[np.ndarray, list[str]] | None = None
-    ) -> None:
+    def __init__(self, split: Split, indices: np.ndarray, relabelled: tuple[np.ndarray, list[str]] | None = None) -> None:
         self.folder, self.split, self.class_names = split.folder, split.split, split.class_names
         self.samples, self._split, self._indices = self, split, indices
         self._labels = relabelled[0] if relabelled else None
@@ -68,7 +67,7 @@ class EvalSet:
     """What an evaluation compares."""
 
     title: str
-    images: ShardSet | ImageFolder | ChosenImages
+    images: Split | ChosenImages
     outputs: np.ndarray  # (K,) int64: the model's outputs, of which the best counts
     truth: Tensor | None = None  # (images, K) bool: all that is right for an image; None: its label
 
@@ -103,9 +102,7 @@ def read_classes(asked: str, classes: Sequence[str], shown: Sequence[str]) -> np
     return np.array([number[name.strip()] for name in names])
 
 
-def open_set(
-    name: str, place: Place, split: str, classes: list[str], val: ShardSet | ImageFolder | None, kept: np.ndarray | None
-) -> EvalSet:
+def open_set(name: str, place: Place, split: str, classes: list[str], val: Split | None, kept: np.ndarray | None) -> EvalSet:
     """Open one of ``SETS``, or, for "", ``val``, whose images are ReaL's too, for a model with these classes, by output.
     ``kept``: (K,) outputs, the only ones that count: images of other classes are left out. None: all. Raises UserError: it
     cannot be read, or is not that set, or the model's classes are not ImageNet's."""
@@ -142,7 +139,7 @@ def open_set(
     return EvalSet(f"ImageNet-{title}" if name else title, ChosenImages(images, numbers, relabelled), counting, truth)
 
 
-def _real_labels(file: Path, images: ShardSet | ImageFolder, order: Sequence[int]) -> Tensor:
+def _real_labels(file: Path, images: Split, order: Sequence[int]) -> Tensor:
     """(images, classes) bool: the labels of each image, by output, found by the number in the file name that it had in the source."""
     found = [_NUMBER.search(name) for name in images.source_names(range(len(images)))]
     if None in found:

@@ -87,12 +87,9 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
         raise UserError(problem, "download them; the repository's docs/models.md says from where")
     weights = read_initial_weights(file, key="train.teacher_weights").weights
     check_finite(weights, f"train.teacher_weights {file}")
-    load_fitting(
-        network,
-        weights,
-        f"train.teacher_weights {file} must fit {train.teacher} with {config.model.num_classes} classes, got tensors of which are ",
-        "pass the weights of that network, trained on the classes of this data set",
-    )
+    must = f"train.teacher_weights {file} must fit {train.teacher} with {config.model.num_classes} classes"
+    remedy = "pass the weights of that network, trained on the classes of this data set"
+    load_fitting(network, weights, f"{must}, got tensors of which are ", remedy)
     teacher = LibraryTeacher(network, mean, std, config.data.mean, config.data.std).eval()
     _try_out(teacher, config)
     return teacher
