@@ -61,16 +61,14 @@ def figures(subject: Subject, memory: Memory, time: Time) -> dict[str, Any]:
 
 
 def _title(subject: Subject, memory: Memory) -> str:
-    config, world = subject.config, subject.world_size
+    config, train, world = subject.config, subject.config.train, subject.world_size
     device = subject.gpu.name if subject.gpu else "CPU"
-    return (
-        f"{config.model.name}, {config.model.image_size} px, {subject.precision}, ZeRO stage {subject.stage}, activation checkpointing "
-        f"{'on' if config.train.activation_checkpointing else 'off'}\n"
-        f"{counted(subject.nodes, 'node')} {_TIMES} {subject.gpus_per_node} {device} = {counted(world, 'process')}; global batch "
-        f"{config.train.global_batch_size} = {config.train.micro_batch} {_TIMES} {world} {_TIMES} {subject.accumulation} "
-        f"(micro-batch, processes, accumulation)\n"
-        f"{'fits' if memory.fits else 'DOES NOT FIT'}: {_gib(memory.total)} of {_gib(memory.capacity)}"
-    )
+    model = f"{config.model.name}, {config.model.image_size} px, {subject.precision}, ZeRO stage {subject.stage}"
+    machine = f"{counted(subject.nodes, 'node')} {_TIMES} {subject.gpus_per_node} {device} = {counted(world, 'process')}"
+    factors = f"{train.micro_batch} {_TIMES} {world} {_TIMES} {subject.accumulation} (micro-batch, processes, accumulation)"
+    verdict = f"{'fits' if memory.fits else 'DOES NOT FIT'}: {_gib(memory.total)} of {_gib(memory.capacity)}"
+    settings = f"{model}, activation checkpointing {'on' if train.activation_checkpointing else 'off'}"
+    return f"{settings}\n{machine}; global batch {train.global_batch_size} = {factors}\n{verdict}"
 
 
 def _parts(memory: Memory) -> Rows:

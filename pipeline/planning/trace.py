@@ -128,9 +128,14 @@ class Trace(TorchDispatchMode):
         self.kernel(name or "attention", ATTENTION, flops, read, written, **facts)
 
     def kernel(self, name: str, kind: str, flops: float, read: list[Tensor], written: list[Tensor], **facts: Any) -> None:
-        """Write down an operator that PyTorch does not see as one. ``facts``: other fields of :class:`Operator`."""
-        if self._records:
-            self._add(name, read, written, kind=kind, flops=flops, **facts)
+        """Write down an operator, also one that PyTorch does not see as such. ``facts``: other fields of :class:`Operator`."""
+        if not self._records:
+            return
+        times = 2 if name in _READS_TWICE else 1
+        reads = tuple((self._known(tensor).number, times * _size(tensor)) for tensor in read)
+        writes = tuple((self._known(tensor).number, _size(tensor)) for tensor in written)
+        dtype = next((tensor.dtype for tensor in (*written, *read) if tensor.is_floating_point()), torch.int64)
+        self.operators.append(Operator(name, kind, flops, reads, writes, dtype=dtype, backward=self._backward, **facts))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -192,14 +197,7 @@ class Trace(TorchDispatchMode):
         largest = max(tensor.numel() for tensor in (*read, *written))
         # Autograd computes gradients without a graph, and a checkpoint recomputes with one.
         again = self._backward and torch.is_grad_enabled()
-        self._add(name, read, written, kind=kind, flops=flops, elements=largest, recomputed=again)
-
-    def _add(self, name: str, read: list[Tensor], written: list[Tensor], **facts: Any) -> None:
-        times = 2 if name in _READS_TWICE else 1
-        reads = tuple((self._known(tensor).number, times * _size(tensor)) for tensor in read)
-        writes = tuple((self._known(tensor).number, _size(tensor)) for tensor in written)
-        dtype = next((tensor.dtype for tensor in (*written, *read) if tensor.is_floating_point()), torch.int64)
-        self.operators.append(Operator(name, reads=reads, writes=writes, dtype=dtype, backward=self._backward, **facts))
+        self.kernel(name, kind, flops, read, written, elements=largest, recomputed=again)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
