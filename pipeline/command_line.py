@@ -53,7 +53,6 @@ class CommandParser(argparse.ArgumentParser):
     look: Callable[[Sequence[str], Collection[str]], None] | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See the base class."""
         words = sys.argv[1:] if args is None else list(args)
         if self.look:
             self.look(words, self._option_string_actions)
@@ -172,10 +171,9 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         _fail(f"error: {sys.executable} has no package {error.name!r}: {use}.")
     except Exception as error:
         if lacks_memory(error):
-            _fail(
-                f"error: there is not enough memory ({first_line(error)}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
-                1,  # not USER_ERROR: another start may find more memory
-            )
+            remedy = "lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch)"
+            # Not USER_ERROR: another start may find more memory.
+            _fail(f"error: there is not enough memory ({first_line(error)}): {remedy}.", 1)
         if isinstance(error, BrokenPipeError):
             poll = select.poll()
             poll.register(sys.stdout, 0)  # POLLERR, of a pipe whose reader has exited, is always reported

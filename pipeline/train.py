@@ -29,11 +29,8 @@ def main() -> int:
     parser = override_parser("pipeline.train", __doc__, _KEYS)
     parser.add_argument("--config", required=True, type=Path, help="a file, or the name of a shipped config: pervit_t")
     checks = parser.add_mutually_exclusive_group()
-    checks.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check everything and take one step on random images with the real model, without writing or changing a file",
-    )
+    trial = "check everything and take one step on random images with the real model, without writing or changing a file"
+    checks.add_argument("--dry-run", action="store_true", help=trial)
     checks.add_argument("--doctor", action="store_true", help="examine the nodes first, as pervit doctor does")
     args = parser.parse_intermixed_args()
 

@@ -91,9 +91,8 @@ class StepProfiler:
         finally:
             self._forget_allocations()
         if self._world.is_main:
-            console.say(
-                f"profile of steps {self._begun} to {self._reached}: {folder}; tensorboard --logdir {self._folder}, or https://ui.perfetto.dev"
-            )
+            viewers = f"tensorboard --logdir {self._folder}, or https://ui.perfetto.dev"
+            console.say(f"profile of steps {self._begun} to {self._reached}: {folder}; {viewers}")
 
     def abandon(self) -> None:
         """After an error: end the recording and write nothing."""

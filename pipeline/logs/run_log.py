@@ -144,10 +144,8 @@ class RunLog:
             self._add_row({**where, "weights": weights, **result}, "eval", tensorboard.suffix(weights))
             top1 = paint(f"top-1 {result['top1']:.2f} %", "green", sys.stdout)
             top5 = f" top-5 {result['top5']:.2f} %" if tells_top5(len(result["class_count"])) else ""
-            self.say(
-                f"step {step} epoch {where['epoch']:.2f}: {weights} {top1}{top5} loss {result['loss']:.4f} on "
-                f"{counted(result['count'], 'image')}"
-            )
+            found = f"{weights} {top1}{top5} loss {result['loss']:.4f} on {counted(result['count'], 'image')}"
+            self.say(f"step {step} epoch {where['epoch']:.2f}: {found}")
         if self._world.is_main:
             self._events.scalars(tensorboard.of_evaluation(results), step)
         self._write_files()
@@ -249,10 +247,8 @@ class RunLog:
         assert self._pace  # from the first step on
         (first, began), left = self._pace, ""
         if first < step < self._last_step:  # with evaluations and checkpoints, without this start's first step, which is slow
-            done, now, whole = (
-                self._config.data.area_until(self._schedule.epoch(at), self._config.model.image_size)
-                for at in (first, step, self._last_step)
-            )
+            area, side = self._config.data.area_until, self._config.model.image_size
+            done, now, whole = (area(self._schedule.epoch(at), side) for at in (first, step, self._last_step))
             left = f"{duration((time.perf_counter() - began) * (whole - now) / (now - done))} left"
         self.say(shortened([begin, *parts, left], least, sys.stdout))
 

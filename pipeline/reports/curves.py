@@ -222,10 +222,8 @@ def _time_of_pauses(run: RunFolder) -> str:
 def _how_to_read(run: RunFolder, starts: list[Start]) -> Html:
     words = ["The horizontal axis counts steps"]
     if (count := len(run.metrics.steps.get("step", ()))) > 2 * BINS:
-        words.append(
-            f"{count:,} steps are thinned: each curve shows the least and the greatest value of each of {BINS:,} equal parts, so that no "
-            f"peak is lost; means are taken over all steps"
-        )
+        shown = f"each curve shows the least and the greatest value of each of {BINS:,} equal parts, so that no peak is lost"
+        words.append(f"{count:,} steps are thinned: {shown}; means are taken over all steps")
     if len(starts) > 1:
         words.append("dotted lines are restarts")
     return html('<p class="quiet">{}; drag to zoom, double-click to go back.</p>', "; ".join(words))

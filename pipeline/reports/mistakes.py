@@ -99,10 +99,7 @@ def _confusions(found: Predictions, name: Namer) -> Html:
     pairs = found.confusions()
     if not pairs:
         return html("<p>No image is confused.</p>")
-    cells = [
-        (name(label), name(predicted), f"{images:,}", f"{100 * share:.1f}")
-        for label, predicted, images, share in pairs[:_PAIRS]
-    ]
+    cells = [(name(label), name(taken), f"{images:,}", f"{100 * share:.1f}") for label, taken, images, share in pairs[:_PAIRS]]
     listed = table(("class", "taken for", "images", "% of the class"), cells, numeric=(2, 3), sortable=True)
     classes = np.union1d(found.label, found.top1)
     drawn = [figure(_matrix(found, classes, name))] if len(classes) <= _MATRIX else []
@@ -145,8 +142,7 @@ def _shown(found: Predictions, name: Namer, pictures: Pictures | None) -> Html:
             parts.append(html('<h3>{}</h3><div class="pictures">{}</div>', title, body))
         elif images:
             cells = [
-                (found.files[i], name(int(found.label[i])), name(int(found.top1[i])), f"{100 * found.certainty[i]:.1f}")
-                for i in images
+                (found.files[i], name(found.label[i]), name(found.top1[i]), f"{100 * found.certainty[i]:.1f}") for i in images
             ]
             listed = table(("image", "class", "predicted", "probability %"), cells, numeric=(3,))
             parts.append(html("<h3>{}</h3>{}", title, listed))

@@ -87,8 +87,7 @@ class LiveRun(RunFiles):
 
 
 def page(run: LiveRun, console: Console, now: float | None = None) -> RenderableType:
-    """Everything about one run, as it was looked at last, in the width and the characters of the console. ``now``: Unix time in
-    seconds; None: that of the clock."""
+    """Everything about one run, as it was looked at last, for the console. ``now``: Unix time in seconds; None: by the clock."""
     state, unicode = state_of(run, now), console.encoding.startswith("utf")
     lines = Table.grid(padding=(0, 1), expand=True)
     lines.add_column(width=_LABEL, style="dim", no_wrap=True)
