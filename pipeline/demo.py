@@ -12,17 +12,17 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pipeline.command_line import LAUNCHER, python_command, run_command
 from pipeline.errors import UserError, counted
-from pipeline.runs import CONFIG, METRICS
+from pipeline.runs import METRICS
 
 _IMAGES = "demo/images"
 
@@ -75,16 +75,15 @@ def _run(processes: int, *words: str, output: int | None = None) -> None:
 
 def summary(result: dict[str, Any], run: Path, seconds: int, processes: int) -> str:
     """What the demo ends with: model, accuracy (``result``, as ``evaluate --json`` writes it), where it is, what is next."""
-    import yaml
+    from pipeline.runs.folder import RunFolder
 
-    steps = [row for row in map(json.loads, (run / METRICS).read_text().splitlines()) if "lr" in row]
-    speed = statistics.median(row["images_per_second"] for row in steps)
-    precision = yaml.safe_load((run / CONFIG).read_text())["train"]["precision"]
+    trained = RunFolder(run)
+    speeds = trained.curve("images_per_second")[1]  # (steps,)
     rows = {
         "accuracy": f"{result['top1']:.1f} % top-1 on {result['count']} held-out images",
-        "speed": f"{speed:.0f} images/s in training, {counted(processes, 'process')}, {precision}",
+        "speed": f"{median(speeds):.0f} images/s in training, {counted(processes, 'process')}, {trained.value('train.precision')}",
         "wall time": f"{seconds // 60} min {seconds % 60} s for all four parts",
-        "model": f"{result['model']}, after {counted(len(steps), 'step')}",
+        "model": f"{result['model']}, after {counted(len(speeds), 'step')}",
         "results": f"{run}/: checkpoints/, metrics.jsonl, tensorboard/, config.yaml",
     }
     activated = sys.prefix == sys.base_prefix or os.environ.get("VIRTUAL_ENV") == sys.prefix

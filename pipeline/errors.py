@@ -130,8 +130,7 @@ shown = _Shortened().repr  # a value for a message
 
 
 def first_invalid(error: Any, whole: str = "the file") -> str:
-    """What is wrong first in data that pydantic has refused with ``error``, its ``ValidationError``: ``PLACE must ..., got ...``. ``whole``
-    names the place of what is wrong with everything."""
+    """The first mistake of pydantic's ``ValidationError``: ``PLACE must ..., got ...``; ``whole``: the place of one of everything."""
     problem = error.errors(include_url=False)[0]
     place = printable(".".join(str(part) for part in problem["loc"] if part != "[key]") or whole, 60)
     need = problem["msg"].partition(" should ")[2].partition(" after validation")[0]

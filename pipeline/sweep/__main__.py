@@ -94,8 +94,8 @@ def grid(words: Sequence[str]) -> str:
 
     common: list[str] = []
     axes: list[list[str]] = []
-    has_config = False
-    for word in join_config(words):
+    words = list(join_config(words))
+    for word in words:
         key, equals, text = word.partition("=")
         if key == CONFIG and not text:
             raise UserError(f"{CONFIG} requires a file or a name in configs/, got nothing", f"write {CONFIG} pervit_t")
@@ -104,7 +104,6 @@ def grid(words: Sequence[str]) -> str:
         values = _values(text)
         if not all(values):
             raise UserError(f"{word} has an empty value between its commas", "correct it")
-        has_config |= key == CONFIG
         choices = [f"{CONFIG} {shlex.quote(value)}" if key == CONFIG else f"{key}={value}" for value in values]
         # Brackets and commas, which a shell would have quoted, need no quotes in a file.
         choices = [word if key == CONFIG or re.fullmatch(_PLAIN, word) else shlex.quote(word) for word in choices]
@@ -118,7 +117,7 @@ def grid(words: Sequence[str]) -> str:
         raise UserError("--grid must have a key with several values, got none", "write for example optim.lr=1e-3,5e-4 seed=0,1")
     lines = [" ".join(combination) for combination in itertools.product(*axes)]
     text = "".join(f"{line}\n" for line in ([f"all: {' '.join(common)}"] if common else []) + lines)
-    if has_config:
+    if any(word.startswith(f"{CONFIG}=") for word in words):
         parse_sweep(Path("grid"), text, variables={})
     return text
 

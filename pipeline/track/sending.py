@@ -15,7 +15,7 @@ from pipeline.runs.files import RunFiles
 from pipeline.runs.pictures import PictureFiles
 from pipeline.runs.state import state_of
 from pipeline.track.position import EVENTS, PICTURE, ROWS, GrowingRows, Position
-from pipeline.track.tracker import About, Item, Picture, Tracker, points
+from pipeline.track.tracker import About, Item, Picture, Tracker, event_values, points, row_values
 
 _log = logging.getLogger(__name__)
 _MOST = 500  # rows, and events, in one call
@@ -150,7 +150,7 @@ class Sender:
         for found in waiting[:_MOST_PICTURES]:
             with suppress(OSError, ValueError):  # its file is gone
                 pictures.append(Picture(found.name, found.step, found.time, found.key, found.png()))
-        items: list[Item] = [*points(rows), *points(events, of_events=True), *pictures]
+        items: list[Item] = [*points(rows, row_values), *points(events, event_values), *pictures]
         self.position.note(ROWS, len(rows))
         self.position.note(EVENTS, len(events))
         for picture in pictures:

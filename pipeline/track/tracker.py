@@ -1,7 +1,7 @@
 """Define what is sent, under which names, and what a tracker must offer."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -118,9 +118,8 @@ def event_values(event: Mapping[str, Any]) -> dict[str, float | str]:
     return told or {kind: 1}
 
 
-def points(rows: Sequence[Row], of_events: bool = False) -> list[Point]:
-    """Rows as they are sent."""
-    values = event_values if of_events else row_values
+def points(rows: Sequence[Row], values: Callable[[Row], dict[str, float | str]]) -> list[Point]:
+    """Rows as they are sent, with what :func:`row_values` or :func:`event_values` tells of each."""
     return [Point(row["step"], float(row["time"]), values(row)) for row in rows]
 
 

@@ -110,14 +110,11 @@ def table(runs: Sequence[LiveRun], now: float | None = None) -> RenderableType:
     for run in runs:
         state = state_of(run, now)
         done = f"{state.step / state.last_step:.0%}" if state.last_step else f"{state.step:,}" if state.step else ""
-        numbers = (
-            _number(run.row, "loss", ".3f"),
-            _number(run.best or {}, "top1", ".1f"),
-            _number(run.row, "images_per_second", ",.0f"),
-        )
+        loss, best = _number(run.row, "loss", ".3f"), _number(run.best or {}, "top1", ".1f")
+        speed = _number(run.row, "images_per_second", ",.0f")
         left = f"{duration(state.seconds_left)} left" if state.seconds_left is not None else "running"
         words = {"waiting": str(state), "running": left}.get(state.name, state.name)
-        result.add_row(run.path.name, done, *numbers, Text(words, style=_COLOURS.get(state.name, "yellow")))
+        result.add_row(run.path.name, done, loss, best, speed, Text(words, style=_COLOURS.get(state.name, "yellow")))
     return result
 
 
@@ -202,12 +199,9 @@ def _starts(run: LiveRun) -> str:
     last = run.starts[-1]
     processes, hosts = last.get("world_size"), last.get("hosts") or []
     where = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} hosts" if hosts else ""
-    parts = (
-        f"{counted(processes, 'process')} {where}".strip() if processes else where,
-        str(last.get("device") or ""),
-        f"from step {last['first_step']:,}" if isinstance(last.get("first_step"), int) else "",
-        str(last.get("started", ""))[:16],
-    )
+    ranks = f"{counted(processes, 'process')} {where}".strip() if processes else where
+    begun = f"from step {last['first_step']:,}" if isinstance(last.get("first_step"), int) else ""
+    parts = (ranks, str(last.get("device") or ""), begun, str(last.get("started", ""))[:16])
     return f"{len(run.starts)}; the last: " + ", ".join(filter(None, parts)).replace("T", " ")
 
 
