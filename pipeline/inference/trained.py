@@ -22,6 +22,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import check_trusted
 from pipeline.models.timm.names import is_timm_folder
 from pipeline.models.weights import exported
+from pipeline.models.weights.exported import Description, Kind
 from pipeline.models.weights.reference_names import recognise
 from pipeline.models.weights.timm_folder import read_timm_folder
 from pipeline.models.weights.transfer import check_finite
@@ -74,7 +75,7 @@ class Trained:
     config: Config
     classes: list[str]  # by output index; they identify the classes: folder names, wnids
     step: int
-    kind: exported.Kind
+    kind: Kind
     weights: dict[str, Tensor]
     named: bool = True  # False: nobody says what the classes are, and their names are their numbers
     assumed: str = ""  # a sentence for the log on what a file does not say
@@ -100,7 +101,7 @@ class Trained:
         return model.eval()
 
 
-def read_trained(source: Path, step: int | str | None = None, kind: exported.Kind | None = None) -> Trained:
+def read_trained(source: Path, step: int | str | None = None, kind: Kind | None = None) -> Trained:
     """Read a trained model.
 
     Args:
@@ -136,9 +137,7 @@ def read_trained(source: Path, step: int | str | None = None, kind: exported.Kin
     return _described(source, exported.build_described(source, weights, description), description, step, kind)
 
 
-def _described(
-    source: Path, model: nn.Module, found: exported.Description, step: int | str | None, kind: exported.Kind | None
-) -> Trained:
+def _described(source: Path, model: nn.Module, found: Description, step: int | str | None, kind: Kind | None) -> Trained:
     for option, asked, has in (("--step", step, found.step), ("--weights", kind, found.weights)):
         if asked not in (None, has):
             raise UserError(f"{source} has {option} {has}, not {asked}", "leave the option out, or pass a run folder")
@@ -151,7 +150,7 @@ def _described(
     return Trained(config, found.classes, found.step, found.weights, model.state_dict(), class_names=found.class_names)
 
 
-def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | None, kind: exported.Kind | None) -> Trained:
+def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | None, kind: Kind | None) -> Trained:
     """A bare state dict, by the names and shapes of its tensors; images are prepared as in the model's recipe."""
     if step is not None or kind is not None:
         raise UserError(f"{source} is a state dict alone, without steps or averages", "leave out --step and --weights")
@@ -191,7 +190,7 @@ class EvalTransform:
 
 
 def load(
-    source: Path | str, step: int | str | None = None, weights: exported.Kind | None = None
+    source: Path | str, step: int | str | None = None, weights: Kind | None = None
 ) -> tuple[VisionModel, EvalTransform, list[str]]:
     """Load a trained model for inference::
 

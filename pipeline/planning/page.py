@@ -23,11 +23,9 @@ _CPU_ERROR = "at most 26 % against steps measured on one CPU"
 
 def text(subject: Subject, memory: Memory, time: Time, passed_over: str | None = None) -> str:
     """The page. Args: passed_over: a sentence about an earlier run that does not measure this one."""
-    at_peak = f"Memory per {'GPU' if subject.gpu else 'process'} at its peak"
-    sections = {
-        f"{at_peak}{', in an evaluation' if memory.in_evaluation else ''}": _parts(memory),
-        "Micro-batch": _sizes(subject),
-    }
+    peak = "its peak, in an evaluation" if memory.in_evaluation else "its peak"
+    at_peak = f"Memory per {'GPU' if subject.gpu else 'process'} at {peak}"
+    sections = {at_peak: _parts(memory), "Micro-batch": _sizes(subject)}
     if not memory.fits:
         sections["What would help, each by itself"] = _advice(subject, memory)
     side = subject.config.model.image_size

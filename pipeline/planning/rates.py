@@ -148,8 +148,6 @@ def measure_cpu(precision: str, clock: Callable[[], float] = time.perf_counter) 
     for size in _SIZES:
         x, y = torch.ones(2, size // 12)
         bandwidth.append(size / least(partial(torch.add, x, y, out=torch.empty_like(x))))
-    forward = least(lambda: torch.softmax(scores + scores, -1)) / scores.numel()
-    backward = least(lambda: torch._softmax_backward_data(scores, weights, -1, torch.float32) + scores) / scores.numel()
     return CpuRates(
         product=2 * 1024**3 / least(lambda: a @ b),
         single=2 * 1024**3 / least(lambda: matrices[0] @ matrices[1]),
@@ -157,8 +155,9 @@ def measure_cpu(precision: str, clock: Callable[[], float] = time.perf_counter) 
         narrow=_convolution_rate(least, tokens, torch.randn(192, 1, 3, 3).to(dtype), 192),
         bandwidth=tuple(bandwidth),
         elementary=least(lambda: F.gelu(values)) / values.numel(),
-        score=forward,
-        score_backward=backward,
+        score=least(lambda: torch.softmax(scores + scores, -1)) / scores.numel(),
+        score_backward=least(lambda: torch._softmax_backward_data(scores, weights, -1, torch.float32) + scores)
+        / scores.numel(),
         host=least(partial(_many_operators, torch.randn(8, requires_grad=True))) / 200,
         threads=torch.get_num_threads(),
         load=os.getloadavg()[0],
