@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.shards.files.local import OpenFile, is_file_at
+from pipeline.shards.files.local import OpenFile
 from pipeline.shards.manifest import ShardInfo
 
 KEEP_FREE = 0.05  # of the disk, for its other users, where there is no limit or a larger one
@@ -58,11 +58,15 @@ class CachedShard(OpenFile):
         return os.fstat(self._descriptor).st_nlink == 0
 
 
-class Partial:
-    """A shard that this process fetches; see :meth:`ShardCache.claim`. To be closed. ``begun`` bytes are there already."""
+class Partial(OpenFile):
+    """A shard that this process fetches; see :meth:`ShardCache.claim`. ``begun`` bytes are there already. To be closed, which releases
+    the claim: what was written and not discarded is left for the next process that claims the shard."""
 
     def __init__(self, descriptor: int, path: Path, whole: Path, size: int, cache: "ShardCache") -> None:
-        self._descriptor, self._path, self._whole, self._cache = descriptor, path, whole, cache
+        super().__init__(descriptor)  # closes it, whatever follows
+        if not _lock(descriptor, fcntl.LOCK_EX):
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path))
+        self._path, self._whole, self._cache = path, whole, cache
         self.begun = os.fstat(descriptor).st_size
         if self.begun > size:
             self.restart()
@@ -73,9 +77,6 @@ class Partial:
             written = os.pwrite(self._descriptor, rest, self.begun)
             self.begun, rest = self.begun + written, rest[written:]
 
-    def read(self, offset: int, size: int) -> bytes:
-        return os.pread(self._descriptor, size, offset)
-
     def restart(self) -> None:
         os.ftruncate(self._descriptor, 0)
         self.begun = 0
@@ -84,7 +85,7 @@ class Partial:
         """Give the file its name, when all of it is there and verified."""
         os.fsync(self._descriptor)
         with self._cache.alone():  # who lists the folder to find room would see the file by neither name
-            if not self._is_there():
+            if not self.is_at(self._path, follow_links=False):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
             if self._whole.exists():  # from another user, whose claim this process was not allowed to see
                 self.discard()
@@ -93,15 +94,8 @@ class Partial:
 
     def discard(self) -> None:
         with suppress(OSError):
-            if self._is_there():
+            if self.is_at(self._path, follow_links=False):
                 os.unlink(self._path)
-
-    def _is_there(self) -> bool:
-        return is_file_at(self._descriptor, self._path, follow_links=False)
-
-    def close(self) -> None:
-        """Release the claim. What was written and not discarded is left for the next process that claims the shard."""
-        os.close(self._descriptor)
 
 
 @dataclass(frozen=True)
@@ -169,13 +163,7 @@ class ShardCache:
             if not self._make_room(shard.bytes, shard.bytes - begun, others):
                 return Unclaimed.NO_ROOM
             descriptor = os.open(own, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
-                if not _lock(descriptor, fcntl.LOCK_EX):
-                    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(own))
-                return Partial(descriptor, own, whole, shard.bytes, self)
-            except BaseException:
-                os.close(descriptor)
-                raise
+            return Partial(descriptor, own, whole, shard.bytes, self)
 
     def room(self) -> int:
         """Bytes that all shards may take together on this disk, those that are there included; the folder need not exist."""

@@ -4,9 +4,10 @@ import errno
 import os
 import stat
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,14 +72,13 @@ class SourceFiles(ShardFiles):
 class OpenFile:
     """A file that is closed when nobody holds it any more: another thread may be reading from it when it is given up.
 
-    All that needs the descriptor is done here, by methods, which hold the object: numbers of closed files are used again.
+    All that needs the descriptor is done here, by methods, which hold the object: numbers of closed files are used again. So who calls
+    ``close`` must be the only one that has it.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound here: at exit the module may be gone first
-        close(self._descriptor)
+        self._descriptor, self.close = descriptor, weakref.finalize(self, os.close, descriptor)
+        self.close.atexit = False  # threads may still read
 
     def read(self, offset: int, size: int) -> bytes:
         """Bytes at an offset; fewer than asked for if the file ends before. Raises OSError: from the system."""
@@ -90,14 +90,10 @@ class OpenFile:
             os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
     def is_at(self, path: Path, follow_links: bool = True) -> bool:
-        return is_file_at(self._descriptor, path, follow_links)
-
-
-def is_file_at(descriptor: int, path: Path, follow_links: bool) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=follow_links))
-    except OSError:
-        return False
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path, follow_symlinks=follow_links))
+        except OSError:
+            return False
 
 
 def allow_more_files(count: int) -> int:
