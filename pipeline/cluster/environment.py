@@ -18,7 +18,8 @@ LAUNCHER = "PERVIT_LAUNCHER_PID"  # set by launch/local.sh, whose death sends SI
 ALONE_SECONDS = 60  # grace period once the launcher is gone; launch/local.sh itself waits as long before it kills its ranks
 SECRET = "PERVIT_JOB_SECRET"  # name of the variable with the job's secret, see rendezvous.py
 START_WITH = "start with torchrun, or with the repository's launch/local.sh or sbatch"
-OTHER_FILES = 256  # that a process has open besides those that it counts: libraries, sockets, GPUs, logs
+_FILES_PER_RANK = 2  # connections of each rank to the job's store: the rendezvous' and the heartbeat's
+_OTHER_FILES = 256  # that a process has open besides those that it counts: libraries, sockets, GPUs, logs
 _OF_STEP = {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}  # set by srun for each task
 
 
@@ -90,21 +91,37 @@ def share_of_node(size: int) -> tuple[int, int]:
     return local_size, min(usable, share)
 
 
-def open_file_limits() -> tuple[int, int]:
+def _open_file_limits() -> tuple[int, int]:
     """The soft limit of open files, 1,024 on most systems, and the hard one; ``sys.maxsize`` where there is none."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
     return soft, hard
 
 
-def allow_open_files(count: int) -> int:
+def _allow_open_files(count: int) -> int:
     """Raise the soft limit of open files to ``count``, or as far as the hard one goes; returns it."""
-    soft, hard = open_file_limits()
+    soft, hard = _open_file_limits()
     wanted = min(count, hard)
     if wanted <= soft:
         return soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.RLIM_INFINITY if hard == sys.maxsize else hard))
     return wanted
+
+
+def allow_more_files(count: int) -> int:
+    """Raise the soft limit for ``count`` more open files as far as it goes; returns how many may be open beside everything else."""
+    return _allow_open_files(_open_file_limits()[0] + count + _OTHER_FILES) - _OTHER_FILES
+
+
+def allow_connections(rank: int, size: int) -> None:
+    """Raise the limit of open files as far as a job of this size may need. Raises UserError: it is too low for rank 0, which
+    hosts the store."""
+    needed = _FILES_PER_RANK * size + _OTHER_FILES
+    if rank == 0 and (hard := _open_file_limits()[1]) < needed:
+        least = f"at least {needed} for the connections of {size} processes, got {hard}"
+        remedy = "raise the limit on its node (LimitNOFILE of slurmd, /etc/security/limits.conf)"
+        raise UserError(f"the limit of open files (ulimit -Hn) of rank 0 must be {least}", remedy)
+    _allow_open_files(2 * needed)  # twice: gloo connects each process with each, and NCCL opens sockets too
 
 
 def nodes_of(ranks: Sequence[int], size: int) -> list[str]:

@@ -20,15 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.cluster.environment import (
-    OTHER_FILES,
-    allow_open_files,
-    is_loopback,
-    nodes_of,
-    open_file_limits,
-    read_place,
-    slurm_granted_gpus,
-)
+from pipeline.cluster.environment import allow_connections, is_loopback, nodes_of, read_place, slurm_granted_gpus
 from pipeline.cluster.host import bind_near_gpu, choose_gloo_interface, gpu_is_usable, keep_freed_memory
 from pipeline.cluster.meeting import meet, store_client
 from pipeline.cluster.nccl import leave_faults_to_the_heartbeat
@@ -36,7 +28,6 @@ from pipeline.cluster.world import World, name_ranks
 from pipeline.errors import NotConnected, UserError, first_line
 
 DEFAULT_TIMEOUT = 1800.0  # seconds per collective where no run sets its own: torch.distributed's default for gloo
-_FILES_PER_RANK = 2  # connections of each rank to the store: the rendezvous' and the heartbeat's
 _LATE = 20.0  # seconds after which rank 0 names those that are missing
 _NO_GPU = "found no GPU, unlike others"
 _ARRIVED = "arrived"  # key of the store to which each rank appends its number and kind of device
@@ -127,7 +118,7 @@ def connect(world: World, timeout: timedelta) -> None:
     if size == 1:  # needs no port, and must not fail because another run on this machine took it
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    _allow_open_files(rank, size)
+    allow_connections(rank, size)
     store, secret = meet(rank, size, timeout, on_one_machine)
     # Eager initialization, as DeepSpeed does: NCCL connects now, not in the first step.
     binding = world.device if backend == "nccl" else None
@@ -161,17 +152,6 @@ def prove_membership(secret: bytes, world: World) -> None:
 def _proof(secret: bytes, rank: int, challenge: str) -> str:
     """HMAC-SHA256 as 64 hexadecimal digits; no rank can repeat another one's."""
     return hmac.digest(secret, f"membership {rank} {challenge}".encode(), "sha256").hex()
-
-
-def _allow_open_files(rank: int, size: int) -> None:
-    """Raise the limit of open files as far as a job of this size may need."""
-    needed = _FILES_PER_RANK * size + OTHER_FILES
-    _, hard = open_file_limits()
-    if rank == 0 and hard < needed:  # rank 0 hosts the store
-        least = f"at least {needed} for the connections of {size} processes, got {hard}"
-        remedy = "raise the limit on its node (LimitNOFILE of slurmd, /etc/security/limits.conf)"
-        raise UserError(f"the limit of open files (ulimit -Hn) of rank 0 must be {least}", remedy)
-    allow_open_files(2 * needed)  # twice: gloo connects each process with each, and NCCL opens sockets too
 
 
 def _name_the_late(size: int) -> None:

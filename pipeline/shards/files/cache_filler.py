@@ -14,11 +14,12 @@ from typing import Literal
 
 import numpy as np
 
+from pipeline.cluster.environment import allow_more_files
 from pipeline.errors import UserError
 from pipeline.files import disk_reason
 from pipeline.hardware import GIB
 from pipeline.shards.files.cache import CachedShard, Partial, ShardCache, Unclaimed
-from pipeline.shards.files.local import ShardFiles, allow_more_files
+from pipeline.shards.files.local import ShardFiles
 from pipeline.shards.manifest import ShardInfo, sample_damage
 
 CHUNK = 8 << 20  # bytes of a request to the source: 50 ms of latency cost a third of the time at 100 MB/s

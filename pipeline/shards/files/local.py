@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.cluster.environment import OTHER_FILES, allow_open_files, open_file_limits
+from pipeline.cluster.environment import allow_more_files
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 from pipeline.shards.manifest import MANIFEST, ShardManifest
@@ -94,12 +94,6 @@ class OpenFile:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(path, follow_symlinks=follow_links))
         except OSError:
             return False
-
-
-def allow_more_files(count: int) -> int:
-    """Raise the soft limit for ``count`` more open files as far as it goes; returns how many may be open beside everything else."""
-    soft, _ = open_file_limits()
-    return allow_open_files(soft + count + OTHER_FILES) - OTHER_FILES
 
 
 class LocalFiles(SourceFiles):
