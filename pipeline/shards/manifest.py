@@ -8,7 +8,6 @@ import mmap
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -133,7 +132,7 @@ class ShardManifest:
     def parse(content: bytes, path: Place) -> "ShardManifest":
         """Parse and validate the manifest at a path or URL. Raises UserError: damaged, invalid values, or another format version."""
         try:
-            manifest: ShardManifest = _adapter().validate_json(content)
+            manifest: ShardManifest = _VALID.validate_json(content)
         except ValidationError as error:
             raise UserError(f"{path} is damaged: {first_invalid(error)}", _RESTORE) from None
         lists: dict[str, Any] = {f"splits.{n}.samples_per_class": info.samples_per_class for n, info in manifest.splits.items()}
@@ -147,6 +146,9 @@ class ShardManifest:
             if len({*names}) < len(names):
                 raise UserError(f"{path} is damaged: {where} must have each name once", _RESTORE)
         return manifest
+
+
+_VALID = TypeAdapter(ShardManifest)
 
 
 def find_manifest(folder: Path) -> Path:
@@ -173,11 +175,6 @@ def _holds_images(folder: Path, depth: int = 3) -> bool:
             if is_image(entry.name) or depth > 1 and entry.is_dir() and _holds_images(Path(entry.path), depth - 1):
                 return True
     return False
-
-
-@lru_cache(maxsize=1)
-def _adapter() -> TypeAdapter:
-    return TypeAdapter(ShardManifest)
 
 
 def map_sample_table(path: Path, samples: int) -> np.ndarray:
