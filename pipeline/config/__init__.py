@@ -16,8 +16,6 @@ from pipeline.config.sections import (
     Config,
     DataConfig,
     DistributedConfig,
-    EvalConfig,
-    LogConfig,
     config_to_yaml,
     decides_weights,
     flatten,

@@ -59,14 +59,9 @@ def whole_config(name: str, overrides: Sequence[str] = ()) -> str:
 
 def key_list(beginnings: tuple[str, ...], width: int) -> str:
     """Keys and defaults, the meaning below each, for a terminal of so many columns."""
-    lines = []
-    for key, default, meaning in _described(beginnings, Config):
-        lines += [
-            "",
-            f"{key}={default}",
-            *textwrap.wrap(meaning.replace("`", ""), width - 4, initial_indent="    ", subsequent_indent="    "),
-        ]
-    return "\n".join(lines[1:])
+    wrap = textwrap.TextWrapper(width - 4, initial_indent="    ", subsequent_indent="    ").wrap
+    parts = ([f"{key}={default}", *wrap(meaning.replace("`", ""))] for key, default, meaning in _described(beginnings, Config))
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def markdown_table(beginnings: tuple[str, ...] = ("",), root: type[Section] = Config) -> str:
