@@ -23,7 +23,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,12 +139,11 @@ class ShardCache:
     def remove(self, shard: ShardInfo, copy: CachedShard) -> bool:
         """Remove a damaged shard, but not a whole one that has replaced it; False if another user's file is protected."""
         path = self.path(shard)
-        try:
+        with suppress(OSError):
             if copy.is_at(path, follow_links=False):
                 os.unlink(path)
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def claim(self, shard: ShardInfo) -> Partial | Unclaimed:
         """Become the process of this node that fetches a shard, after removing the least recently used ones to make room."""
@@ -213,19 +212,17 @@ class ShardCache:
             over = max(over, size + sum(file.bytes for file in others) - self.limit)
         folder = os.stat(self.folder)
         sticky = folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid)  # as /tmp is
-        with ExitStack() as held:
-            to_remove = []
-            for file in sorted(others, key=lambda file: file.used):
-                if over <= 0:
-                    break
-                descriptor = None if sticky and file.owner != os.geteuid() else _hold(file.path, fcntl.LOCK_EX)
-                if descriptor is not None:
-                    held.callback(os.close, descriptor)
-                    to_remove.append(file.path)
-                    over -= file.bytes
+        to_remove = []
+        for file in sorted(others, key=lambda file: file.used):
             if over <= 0:
-                for path in to_remove:
-                    path.unlink(missing_ok=True)
+                break
+            held = None if sticky and file.owner != os.geteuid() else _hold(file.path, fcntl.LOCK_EX)
+            if held:
+                to_remove.append((file.path, held))
+                over -= file.bytes
+        if over <= 0:
+            for path, _ in to_remove:
+                path.unlink(missing_ok=True)
         return over <= 0
 
 
@@ -245,21 +242,13 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def _hold(path: Path, kind: int) -> int | None:
-    """A locked descriptor of a file; None if another process uses it, or it cannot be opened."""
-    try:
-        descriptor = _open(path)
-    except OSError:
-        return None
+def _hold(path: Path, kind: int) -> OpenFile | None:
+    """A file that is locked as long as it is open; None if another process uses it, or it cannot be opened."""
     with suppress(OSError):
-        if _lock(descriptor, kind):
-            return descriptor
-    os.close(descriptor)
+        file = OpenFile(descriptor := _open(path))
+        return file if _lock(descriptor, kind) else None
     return None
 
 
 def _is_written(path: Path) -> bool:
-    held = _hold(path, fcntl.LOCK_SH)
-    if held is not None:
-        os.close(held)
-    return held is None and os.access(path, os.R_OK)
+    return _hold(path, fcntl.LOCK_SH) is None and os.access(path, os.R_OK)
