@@ -4,7 +4,6 @@ Images are checked and re-encoded as when shards are written, so that results ar
 """
 
 import os
-import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,8 +27,8 @@ class CheckedImages(Samples):
 
     def __init__(self) -> None:
         self.samples = self
-        self._coming: dict[int, StoredImage | DamagedSample] = {}  # checked by __getitem__, not yet read
-        self._lock = threading.Lock()
+        # Checked by __getitem__, not yet read. Threads share it without a lock: each touches an index in one operation.
+        self._coming: dict[int, StoredImage | DamagedSample] = {}
 
     @abstractmethod
     def look(self, index: int) -> StoredImage | DamagedSample:
@@ -44,15 +43,13 @@ class CheckedImages(Samples):
         rows = np.zeros(len(indices), dtype=SAMPLE_DTYPE)
         for row, index in zip(rows, indices.tolist()):
             image = self.look(index)
-            with self._lock:
-                self._coming[index] = image
+            self._coming[index] = image
             width, height = (image.width, image.height) if isinstance(image, StoredImage) else (1, 1)
             row["label"], row["width"], row["height"] = self.label(index), width, height
         return rows
 
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
-        with self._lock:
-            coming = [self._coming.pop(index, None) for index in indices]
+        coming = [self._coming.pop(index, None) for index in indices]
         images = (image or self.look(index) for image, index in zip(coming, indices))
         return [image if isinstance(image, DamagedSample) else np.frombuffer(image.data, dtype=np.uint8) for image in images]
 

@@ -123,7 +123,6 @@ class RemoteFiles(SourceFiles):
         self._bytes = {shard.file: shard.bytes for split in self.manifest.splits.values() for shard in split.shards}
         self._tags: dict[str, str] = {}  # etags, as they were when a file was read first
         self._listed: dict[str, int] | None = None
-        self._lock = threading.Lock()
 
     @classmethod
     def find(cls, place: RemotePath, split: str, readers: int = 1) -> "RemoteFiles":
@@ -180,8 +179,7 @@ class RemoteFiles(SourceFiles):
     def read(self, name: str, offset: int, size: int) -> memoryview:
         """See the base class; an ``OSError`` too if the file is not that of the manifest, or of earlier answers."""
         answer = self.store.read(name, offset, size)
-        with self._lock:
-            before = self._tags.setdefault(name, answer.version.tag)
+        before = self._tags.setdefault(name, answer.version.tag)
         expected = self._bytes.get(name, answer.size)
         if answer.size != expected or answer.version.tag != before:
             self.store.count(Kind.CHANGED)
@@ -215,8 +213,7 @@ class RemoteFiles(SourceFiles):
             self._blocks.announce(ranges)
 
     def forget_if_replaced(self, name: str) -> None:
-        with self._lock:
-            self._tags.pop(name, None)
+        self._tags.pop(name, None)
 
     def take_counts(self) -> dict[str, int]:
         return self.store.take_counts()
