@@ -86,11 +86,6 @@ class LogConfig(Section):
             yield f"log.profile_steps must go from a step to a later one, at most {MAX_PROFILED} steps in all, got {[first, last]}"
 
 
-# Added to progress_timeout for collectives. The heartbeat needs up to progress_timeout + 10 s to name a rank that hangs; a
-# collective that timed out first would be reported in its place. The rest is slack for a slow store and ranks that start late.
-_HEARTBEAT_MARGIN = 120.0
-
-
 class DistributedConfig(Section):
     """When the other ranks declare a rank lost."""
 
@@ -101,8 +96,9 @@ class DistributedConfig(Section):
 
     @property
     def collective_timeout(self) -> float:
-        """Seconds that a collective may wait for a rank: longer than the heartbeat needs to name the one that hangs."""
-        return self.progress_timeout + _HEARTBEAT_MARGIN
+        """Seconds that a collective may wait for a rank. The heartbeat needs up to progress_timeout + 10 s to name one that hangs, and a
+        collective that timed out first would be reported in its place; the rest is for a slow store and ranks that start late."""
+        return self.progress_timeout + 120.0
 
 
 class Config(Section):

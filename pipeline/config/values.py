@@ -2,6 +2,7 @@
 
 import math
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -173,16 +174,10 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        seen = set()
-        for key in keys:
-            problem = ""
-            if not isinstance(key, str):
-                problem = f"the key {shown(key)} is not a string"
-            elif key in seen:
-                problem = f"the key {shown(key)} is given {keys.count(key)} times"
-            if problem:
-                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
-            seen.add(key)
+        problems = [f"{shown(key)} is not a string" for key in keys if not isinstance(key, str)]
+        problems = problems or [f"{shown(key)} is given {times} times" for key, times in Counter(keys).items() if times > 1]
+        if problems:
+            raise yaml.constructor.ConstructorError(problem=f"the key {problems[0]}", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 
