@@ -86,9 +86,7 @@ def prepare_image(data: bytes, rules: ImageRules, name: str = "") -> StoredImage
             return kept
         frame = jpeg_header(data)
         reason = _why_reencode(frame)
-    except Rejected:
-        raise
-    except (CutOff, TooManyScans) as error:
+    except (Rejected, CutOff, TooManyScans) as error:
         raise Rejected(str(error)) from None
     except ValueError as error:
         return _encode_anew(data, rules, str(error))

@@ -136,8 +136,7 @@ class ShardManifest:
         except ValidationError as error:
             raise UserError(f"{path} is damaged: {first_invalid(error)}", _RESTORE) from None
         lists: dict[str, Any] = {f"splits.{n}.samples_per_class": info.samples_per_class for n, info in manifest.splits.items()}
-        if manifest.class_names is not None:
-            lists["class_names"] = manifest.class_names
+        lists["class_names"] = manifest.class_names or manifest.classes
         for where, values in lists.items():
             if len(values) != len(manifest.classes):
                 need = f"must have {len(manifest.classes)} entries, one for each class, got {len(values)}"

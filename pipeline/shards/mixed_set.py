@@ -34,7 +34,6 @@ class MixedSet(Samples):
         self.folder, self.split, self.subset = first.folder, first.split, first.subset
         self.classes, self.named, self.class_names = first.classes, first.named, first.class_names
         self.mixture = Mixture(tuple(map(len, self.sets)), (1.0, *further.values()))
-        self.weights = self.mixture.weights
         self._starts = self.mixture.first_sample
         self.samples, self._labels = self, [_labels(shards, first) for shards in self.sets]
 
@@ -55,7 +54,7 @@ class MixedSet(Samples):
         """That of the first set, with the images of an epoch, and a digest of each further set with its weight."""
         assert self.mixture is not None
         digests = [hashlib.sha256(json.dumps(shards.identity(), sort_keys=True).encode()).hexdigest() for shards in self.sets]
-        mix = [f"{weight:g} x {digest[:_DIGITS]}" for weight, digest in zip(self.weights[1:], digests[1:])]
+        mix = [f"{weight:g} x {digest[:_DIGITS]}" for weight, digest in zip(self.mixture.weights[1:], digests[1:])]
         return {**self.sets[0].identity(), "samples": self.mixture.images, "mix": mix}
 
     def key(self, index: int) -> str:

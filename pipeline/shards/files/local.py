@@ -90,10 +90,9 @@ class OpenFile:
             os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
     def is_at(self, path: Path, follow_links: bool = True) -> bool:
-        try:
+        with suppress(OSError):
             return os.path.samestat(os.fstat(self._descriptor), os.stat(path, follow_symlinks=follow_links))
-        except OSError:
-            return False
+        return False
 
 
 class LocalFiles(SourceFiles):
