@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -206,9 +206,8 @@ def _compare_versions(nodes: Mapping[str, dict[str, Any]], wrong: dict[str, list
     return undecided
 
 
-def _of_most(values: Iterable[str]) -> str | None:
+def _of_most(values: Collection[str]) -> str | None:
     """The value of more than half; None where there is none."""
-    values = list(values)
     return next((value for value, count in Counter(values).most_common(1) if 2 * count > len(values)), None)
 
 
@@ -267,9 +266,8 @@ def _compare_damage(nodes: Mapping[str, dict[str, Any]], wrong: dict[str, list[s
     return sorted(places.keys() - well)
 
 
-def _reduced(nodes: Iterable[Mapping[str, Any]], reduce: Callable[[list[float]], Any]) -> dict[str, Any]:
+def _reduced(nodes: Collection[Mapping[str, Any]], reduce: Callable[[list[float]], Any]) -> dict[str, Any]:
     """One figure of all nodes' for each column, without those that none of the nodes has."""
-    nodes = list(nodes)
     known = {what: [node[what] for node in nodes if isinstance(node.get(what), float)] for what in (*_COLUMNS, "clock")}
     return {what: float(reduce(figures)) for what, figures in known.items() if figures}
 
