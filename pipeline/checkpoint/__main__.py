@@ -10,6 +10,7 @@ writes a checkpoint's weights to a file.
 import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.checkpoint import folder as folders
@@ -59,11 +60,9 @@ def table(run_dir: Path, manifests: folders.Manifests) -> str:
 
 
 def _row(folder: Path, manifest: CheckpointManifest, reason: str) -> tuple[str, ...]:
-    state = manifest.state
-    try:
+    state, written = manifest.state, "?"
+    with suppress(OSError, OverflowError, ValueError):  # removed meanwhile, or a time beyond the calendar
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / MANIFEST).stat().st_mtime))
-    except (OSError, OverflowError, ValueError):  # removed meanwhile, or a time beyond the calendar
-        written = "?"
     epochs, size = f"{state.samples / state.data['samples']:.2f}", size_text(sum(file.bytes for file in manifest.files))
     return (str(state.step), epochs, f"{state.samples:,}", written, size, str(state.world_size), str(state.zero_stage), reason)
 

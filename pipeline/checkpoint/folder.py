@@ -132,7 +132,6 @@ def _best_step(run_dir: Path, steps: list[int]) -> int:
 
 
 def read_manifests(run_dir: Path) -> Manifests:
-    """Read the manifests of all checkpoints."""
     manifests: Manifests = {}
     for step in saved_steps(run_dir):
         try:
@@ -165,10 +164,9 @@ def publish(written: Path, target: Path) -> None:
 
 def is_intact(folder: Path) -> bool:
     """Whether a checkpoint is as it was written."""
-    try:
+    with suppress(UserError):
         return not find_damage(folder, CheckpointManifest.read(folder).files)
-    except UserError:
-        return False
+    return False
 
 
 def _rename(folder: Path, prefix: str) -> Path:

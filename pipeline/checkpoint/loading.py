@@ -135,7 +135,6 @@ def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: W
 
 
 def _read(engine: Engine, reader: SliceReader, ema: WeightAverage | None) -> None:
-    """Read what this rank holds."""
     averaged = EMA in reader.quantities
     for held in rank_slices(engine, ema):
         quantity = WEIGHT if held.quantity == EMA and not averaged else held.quantity

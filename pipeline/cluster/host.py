@@ -93,11 +93,10 @@ def share_of(index: int, near_each: Sequence[set[int]], sys: Path = _SYS) -> set
 
 def _cpus_in(file: Path) -> set[int]:
     """The CPUs that a file lists as Linux does, "0-3,8,12-13"; none if it cannot be read."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         ranges = [part.partition("-") for part in file.read_text().strip().split(",") if part]
         return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
-    except (OSError, ValueError):
-        return set()
+    return set()
 
 
 def gpu_is_usable() -> bool:
@@ -149,10 +148,8 @@ def cuda_of_driver() -> int:
     """The newest CUDA version that the driver supports, as 1000 * major + 10 * minor; a compatibility package (cuda-compat)
     counts. 0 if the driver does not tell."""
     found = ctypes.c_int(0)
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
-    except (OSError, AttributeError):
-        return 0
     return found.value
 
 
@@ -187,12 +184,11 @@ def keep_freed_memory() -> bool:
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    # Take no blocks from mmap, and never give the end of the heap back.
-    return bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))
+        # Take no blocks from mmap, and never give the end of the heap back.
+        return bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))
+    return False
 
 
 def choose_gloo_interface(store: dist.Store, rank: int, size: int) -> None:
@@ -220,11 +216,9 @@ def choose_gloo_interface(store: dist.Store, rank: int, size: int) -> None:
 
 def name_is_loopback() -> bool:
     """Whether this host's own name resolves to loopback, or not at all, when gloo takes loopback as well."""
-    try:
-        first = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0]
-    except OSError:
-        return True
-    return is_loopback(str(first[4][0]))
+    with contextlib.suppress(OSError):
+        return is_loopback(str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]))
+    return True
 
 
 def own_address(peer: str) -> str:

@@ -98,10 +98,9 @@ def load_recipe(path: str | Path) -> Recipe | None:
     layers, folder = recipe_layers(find_recipe(path)), shipped_recipes().resolve()
     shipped = [number for number, layer in enumerate(layers, 1) if layer.file and layer.file.resolve().is_relative_to(folder)]
     layers = layers[: shipped[-1]] if shipped else layers
-    try:
+    with suppress(UserError):
         return Recipe(layers[-1].label.removeprefix("config "), _validate(Config, layers))
-    except UserError:
-        return None
+    return None
 
 
 def _validate(root: type[AnySection], layers: list[Layer]) -> AnySection:

@@ -7,6 +7,7 @@ import logging
 import netrc
 import os
 from base64 import b64encode
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -91,11 +92,10 @@ def _of_profile(place: RemotePath) -> dict[str, Any]:
 def _login(host: str) -> str:
     """The Authorization header for a web server from ``~/.netrc``, as curl uses it; empty if there is none."""
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-    try:
-        found = netrc.netrc(str(path)).authenticators(host.rpartition("@")[2].partition(":")[0])
-    except (OSError, netrc.NetrcParseError):
-        return ""
-    return "Basic " + b64encode(f"{found[0]}:{found[2]}".encode()).decode() if found else ""
+    with suppress(OSError, netrc.NetrcParseError):
+        if found := netrc.netrc(str(path)).authenticators(host.rpartition("@")[2].partition(":")[0]):
+            return "Basic " + b64encode(f"{found[0]}:{found[2]}".encode()).decode()
+    return ""
 
 
 @cache

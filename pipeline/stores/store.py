@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -249,11 +250,10 @@ class Store:
 
     def _answers_others(self) -> bool:
         """Whether the store answers a request for another object now."""
-        try:
+        with suppress(Failure):
             self._note_answer(self._client.read(self._probe, 0, 1))
-        except Failure:
-            return False
-        return True
+            return True
+        return False
 
     def _end(self, kind: type[StoreFails], problem: str, remedy: str) -> NoReturn:
         with self._lock:

@@ -266,11 +266,8 @@ def _chosen(variable: str) -> str:
 
 def _is_usable(folder: Path) -> bool:
     """Create the folder; whether it can be written and locked, is this user's, and nobody else may write to it."""
-    if not make_private(folder):
-        return False
-    try:
-        with open(folder / "lock", "a+") as file:
+    if make_private(folder):
+        with suppress(OSError), open(folder / "lock", "a+") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # Inductor locks files; some network file systems cannot
-    except OSError:
-        return False
-    return True
+            return True
+    return False

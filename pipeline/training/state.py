@@ -129,7 +129,6 @@ class Run(AbstractContextManager["Run"]):
                     parts.callback(part.close)
 
     def _why_it_ends(self, error: BaseException | None, whole: bool) -> str:
-        """For a report."""
         if isinstance(error, KeyboardInterrupt):
             return "stopped by Ctrl-C"
         if error is not None:
