@@ -29,7 +29,6 @@ from pipeline.errors import NotConnected, UserError, first_line
 
 DEFAULT_TIMEOUT = 1800.0  # seconds per collective where no run sets its own: torch.distributed's default for gloo
 _LATE = 20.0  # seconds after which rank 0 names those that are missing
-_NO_GPU = "found no GPU, unlike others"
 _ARRIVED = "arrived"  # key of the store to which each rank appends its number and kind of device
 _ARRIVAL = re.compile(r"(?<!\S)([0-9]+):(cpu|cuda)(?!\S)")
 _log = logging.getLogger(__name__)
@@ -156,39 +155,31 @@ def _proof(secret: bytes, rank: int, challenge: str) -> str:
 
 def _name_the_late(size: int) -> None:
     """In a thread of rank 0: say for whom it waits. The connection of the main thread is locked meanwhile."""
-    missing, without = _missing(store_client(_LATE), size)
-    if missing:
-        _log.warning(f"rank 0 has waited {_LATE:.0f} s for {_named(missing, size)}: see why in their logs")
-    elif without:
-        _log.warning(f"rank 0 has waited {_LATE:.0f} s for {_named(without, size)}, which {_NO_GPU}: see nvidia-smi there")
+    lacking, named, have_come = _lacking(store_client(_LATE), size)
+    if lacking:
+        look = "see nvidia-smi there" if have_come else "see why in their logs"
+        _log.warning(f"rank 0 has waited {_LATE:.0f} s for {named}: {look}")
 
 
-def _missing(store: dist.Store, size: int) -> tuple[list[int], list[int]]:
-    """Ranks that have not come, and ranks without a GPU where others have one."""
+def _lacking(store: dist.Store, size: int) -> tuple[list[int], str, bool]:
+    """Ranks that have not come, or where all have, those without a GPU where others have one; their names; whether they have come."""
+    missing, without = list[int](), list[int]()
     with contextlib.suppress(RuntimeError):  # the store may be what was lost
         arrived = dict(_ARRIVAL.findall(store.get(_ARRIVED).decode(errors="replace")))
-        without = [int(rank) for rank, device in arrived.items() if device == "cpu" and "cuda" in arrived.values()]
-        return [other for other in range(size) if str(other) not in arrived], sorted(without)
-    return [], []
-
-
-def _named(missing: list[int], size: int) -> str:
-    nodes = nodes_of(missing, size)
-    return f"{name_ranks(missing)} of {size} ranks" + (f" (on {', '.join(nodes)})" if nodes else "")
+        missing = [rank for rank in range(size) if str(rank) not in arrived]
+        without = sorted(int(rank) for rank, device in arrived.items() if device == "cpu" and "cuda" in arrived.values())
+    nodes = nodes_of(lacking, size) if (lacking := missing or without) else []
+    named = f"{name_ranks(lacking)} of {size} ranks" + (f" (on {', '.join(nodes)})" if nodes else "")
+    return lacking, named if missing else f"{named}, which found no GPU, unlike others", not missing
 
 
 def _why(error: RuntimeError, store: dist.Store, rank: int, size: int) -> NotConnected:
     """The error of a failed rendezvous; names the missing ranks if the store still answers."""
-    missing, without = _missing(store, size)
-    if lacking := missing or without:
-        remedy = (
-            "see in their logs why they did not start"
-            if missing
-            else "see nvidia-smi there, and whether a container has its GPUs"
-        )
-        lost = NotConnected(
-            f"rank {rank} timed out waiting for {_named(lacking, size)}{'' if missing else f', which {_NO_GPU}'}", remedy
-        )
+    lacking, named, have_come = _lacking(store, size)
+    if lacking:
+        unlike = "see nvidia-smi there, and whether a container has its GPUs"
+        remedy = unlike if have_come else "see in their logs why they did not start"
+        lost = NotConnected(f"rank {rank} timed out waiting for {named}", remedy)
         lost.missing = lacking
         return lost
     return NotConnected(
