@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.config import Positive
 from pipeline.kernels import peripheral_attention
 from pipeline.models.common import vit
-from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scales_of_block
+from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path
 from pipeline.models.common.layers import ModuleList, as_written, constant_table
 from pipeline.models.common.probe import probe
 from pipeline.models.registry import register
@@ -190,11 +190,10 @@ class ConViT(vit.ClassTokenModel):
         grid = vit.patch_grid(*images.shape[-2:])
         x = self.position_embedding(self.patch_embedding(images), grid)  # (B, N, width)
         offsets = relative_positions(*grid, images.device, self.drop_path_rates.dtype)  # (N, N, 3)
-        scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
-        for i, block in enumerate(self.blocks):
+        for i, (block, scales) in enumerate(zip(self.blocks, self.block_scales(x.shape[0], noise))):
             if i == self.gpsa_layers:
                 x = self.with_class_token(x)  # (B, N + 1, width) from here on
-            x = self.run_block(block, x, scales_of_block(scales, i), offsets if i < self.gpsa_layers else None)
+            x = self.run_block(block, x, scales, offsets if i < self.gpsa_layers else None)
         return x
 
 

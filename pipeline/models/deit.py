@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scale_branch, scales_of_block
+from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scale_branch
 from pipeline.models.common.irpe import RelativeSelfAttention
 from pipeline.models.common.layers import ModuleList
 from pipeline.models.common.probe import probe
@@ -136,14 +136,14 @@ class DeiT(ClassTokenModel, PhiModel):
         x = self.with_class_token(self.patch_embedding(images))  # (B, N + 1, width)
         if self.position_embedding is not None:
             x = self.position_embedding(x, grid)
-        scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
-        for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
+        of_blocks = zip(self.blocks, self.block_scales(x.shape[0], noise), self.log_phi(grid))
+        for i, (block, scales, log_phi) in enumerate(of_blocks):
             # What the block's attention is told of positions.
             position: Any = grid if self.relative_position else None
             if log_phi is not None:
                 probe("phi_p", log_phi.exp)
                 position = F.pad(log_phi, (1, 0, 1, 0))  # (heads, N + 1, N + 1): Φp = 1 in the class token's row and column
-            x = self.run_block(block, x, scales_of_block(scales, i), position)
+            x = self.run_block(block, x, scales, position)
             if i < len(self.position_generators):
                 x = self.position_generators[i](x, grid)
         return x
@@ -197,9 +197,8 @@ class DeiT3(ClassTokenModel):
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
         patches = self.position_embedding(self.patch_embedding(images), patch_grid(*images.shape[-2:]))  # (B, N, width)
         x = self.with_class_token(patches)  # (B, N + 1, width)
-        scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
-        for i, block in enumerate(self.blocks):
-            x = self.run_block(block, x, scales_of_block(scales, i))
+        for block, scales in zip(self.blocks, self.block_scales(x.shape[0], noise)):
+            x = self.run_block(block, x, scales)
         return x
 
 

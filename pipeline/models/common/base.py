@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -227,6 +228,11 @@ class VisionModel(nn.Module):
         rates = self.drop_path_rates
         return dropout_factors(rates, torch.rand(batch, rates.numel(), device=rates.device) if noise is None else noise)
 
+    def block_scales(self, batch: int, noise: Tensor | None, branches: int = 2) -> Iterator[Tensor | None]:
+        """The columns of :meth:`branch_scales` of one block after the other: (B, branches) each, or None."""
+        scales = self.branch_scales(batch, noise)
+        return repeat(None) if scales is None else iter(scales.split(branches, dim=1))
+
     def run_block(self, block: nn.Module, *arguments: Any) -> Tensor:
         """``block(*arguments)``, under activation checkpointing if it is on. A block has no BatchNorm: recomputation would update its
         running statistics twice."""
@@ -266,11 +272,6 @@ def scale_branch(branch: Tensor, scales: Tensor | None, column: int) -> Tensor:
     if scales is None:
         return branch
     return branch * scales[:, column].view(-1, *[1] * (branch.ndim - 1)).to(branch.dtype)
-
-
-def scales_of_block(scales: Tensor | None, block: int, branches: int = 2) -> Tensor | None:
-    """The columns of one block: (B, blocks * branches) -> (B, branches)."""
-    return None if scales is None else scales[:, branches * block : branches * (block + 1)]
 
 
 def linear_drop_path(rate: float, blocks: int, branches: int = 2) -> list[float]:

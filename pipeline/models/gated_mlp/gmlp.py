@@ -12,7 +12,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from pipeline.models.common.base import ModelOptions, VisionModel, scales_of_block
+from pipeline.models.common.base import ModelOptions, VisionModel
 from pipeline.models.common.layers import NORM_EPS, PATCH, ModuleList, check_sides, check_size
 from pipeline.models.common.windows import Tiling
 from pipeline.models.gated_mlp.gating import GMLP_CODE, GROUPED, GatedBlock, GatingSwitches, run_in_windows
@@ -87,12 +87,11 @@ class GMLP(VisionModel):
 
     def _run_blocks(self, images: Tensor, noise: Tensor | None) -> Tensor:
         """(B, 3, H, W) -> (B, rows, columns, width) after the last block."""
-        scales = self.branch_scales(images.shape[0], noise)  # (B, depth) or None
         x = self.stem(images).permute(0, 2, 3, 1)  # (B, rows, columns, width)
         grid, window = (int(x.shape[1]), int(x.shape[2])), self.image_size // PATCH
-        for i, block in enumerate(self.blocks):
+        for i, (block, scale) in enumerate(zip(self.blocks, self.block_scales(images.shape[0], noise, branches=1))):
             rows, columns = (window // 2 if i % 2 and size > window else 0 for size in grid)
-            x = run_in_windows(self, block, x, Tiling(grid, window, (rows, columns)), scales_of_block(scales, i, branches=1))
+            x = run_in_windows(self, block, x, Tiling(grid, window, (rows, columns)), scale)
         return x
 
 

@@ -7,6 +7,7 @@ Merging: (B, rows, columns, width) -> (B, rows / 2, columns / 2, 2 * width). Pos
 """
 
 from functools import partial
+from itertools import repeat
 from typing import Annotated, Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.errors import UserError
-from pipeline.models.common.base import ModelOptions, VisionModel, dropout_factors, linear_drop_path, scales_of_block
+from pipeline.models.common.base import ModelOptions, VisionModel, dropout_factors, linear_drop_path
 from pipeline.models.common.layers import NORM_EPS, ModuleList, check_sides, check_size, init_linear, resample_grid
 from pipeline.models.common.windows import Tiling, relative_index
 from pipeline.models.gated_mlp.gating import GROUPED, POSMLP_CODE, GatedBlock, GatingSwitches, run_in_windows
@@ -233,13 +234,10 @@ class PosMLP(VisionModel):
             check_size(images, self.image_size)
         outputs, for_head = self._run_stages(self.stem(images), noise, self.switches.shift_windows)
         features = self.norm(outputs[-1]).mean(dim=(1, 2))  # (B, 8 * width)
-        return self.head(self._dropout(features, for_head))
-
-    def _dropout(self, features: Tensor, noise: Tensor) -> Tensor:
-        """Dropout on features (B, width) by noise (B, width); (B, 0): no dropout."""
-        if not noise.shape[1]:
-            return features
-        return features * dropout_factors(torch.full_like(noise, self.switches.head_dropout), noise).to(features.dtype)
+        if for_head.shape[1]:
+            rates = torch.full_like(for_head, self.switches.head_dropout)
+            features = features * dropout_factors(rates, for_head).to(features.dtype)
+        return self.head(features)
 
     def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         strides = tuple(STEM_STRIDE * 2**stage for stage in range(len(DEPTHS)))
@@ -261,25 +259,22 @@ class PosMLP(VisionModel):
         return [self.normed_map(x, stage) for stage, x in enumerate(outputs)]
 
     def _run_stages(self, x: Tensor, noise: Tensor | None, shifts: bool) -> tuple[list[Tensor], Tensor]:
-        """From what the stem made: outputs (B, rows, columns, width) of all stages, and the head's part of the noise."""
+        """From what the stem made: outputs (B, rows, columns, width) of all stages, and the head's part of the noise, (B, 8 * width) or (B, 0)."""
         if noise is None:
             noise = torch.rand(x.shape[0], self.noise_per_sample if self.training else 0, device=x.device)
         counts = self._noise_counts() if self.training else (0, 0, 0)
         for_branches, for_blocks, for_head = noise[:, : sum(counts)].split(counts, dim=1)
-        scales = self.branch_scales(x.shape[0], for_branches)  # (B, blocks) or None
+        scales = self.block_scales(x.shape[0], for_branches, branches=1)  # (B, 1) each, or None
+        dropout = iter(for_blocks.unbind(1)) if for_blocks.shape[1] else repeat(None)  # (B,) each
         x = self.absolute_position(x)  # (B, H / 4, W / 4, width)
         outputs: list[Tensor] = []
-        first = 0  # block of the stage
         for stage in self.stages:
             x = stage.merging(x)  # (B, rows, columns, width)
             grid = (int(x.shape[1]), int(x.shape[2]))
             for i, block in enumerate(stage.blocks):
                 tiling = Tiling(grid, stage.window, self._shifts(grid, stage.window) if shifts and i % 2 else (0, 0))
-                dropout = for_blocks[:, first + i] if for_blocks.shape[1] else None  # (B,)
-                scale = scales_of_block(scales, first + i, branches=1)  # (B, 1) or None
-                x = run_in_windows(self, block, x, tiling, scale, dropout)
+                x = run_in_windows(self, block, x, tiling, next(scales), next(dropout))
             outputs.append(x)
-            first += len(stage.blocks)
         return outputs, for_head
 
     def _shifts(self, grid: tuple[int, int], window: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from pipeline.models.common.base import scale_branch
 from pipeline.models.common.layers import MLP, NORM_EPS, resample_grid
 from pipeline.models.common.probe import probe
+from pipeline.models.common.vit import attention_weights
 
 MLP_RATIO = 4
 Shift = tuple[int, int]  # pixels (down, right) by which the image's content moves
@@ -123,12 +124,8 @@ class GroupedAttention(nn.Module):
         k, v = kv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)  # (B, groups * kv_heads, S, head_dim) each
         # Groups are folded into the heads, not the batch: CUDA kernels limit each of the two to 65535.
         out = F.scaled_dot_product_attention(q, k, v)  # (B, groups * kv_heads, per_kv * L, head_dim)
-
-        def weights() -> Tensor:  # (B, heads, groups, L, S)
-            of_groups = (q @ k.transpose(-1, -2) * self.head_dim**-0.5).softmax(-1)  # (B, groups * kv_heads, per_kv * L, S)
-            return of_groups.reshape(batch, groups, self.heads, length, -1).transpose(1, 2)
-
-        probe("attention", weights)
+        split = (batch, groups, self.heads, length, -1)
+        probe("attention", lambda: attention_weights(q, k).reshape(split).transpose(1, 2))
         out = out.view(batch, groups, self.kv_heads, per_kv, length, self.head_dim)
         return self.proj(out.permute(0, 1, 4, 2, 3, 5).reshape(batch, groups, length, width))
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
-from pipeline.models.common.base import ModelOptions, Switches, VisionModel, scales_of_block
+from pipeline.models.common.base import ModelOptions, Switches, VisionModel
 from pipeline.models.common.layers import NORM_EPS, ModuleList, check_sides, check_size, init_linear
 from pipeline.models.lsat.blocks import (
     SHIFTS_32,
@@ -156,18 +156,16 @@ class LSAT(VisionModel):
 
     def _run_levels(self, images: Tensor, noise: Tensor | None) -> list[Tensor]:
         """(B, 3, H, W) -> (B, N, 1, width) of each level."""
-        scales = self.branch_scales(images.shape[0], noise)  # (B, 2 * depth) or None
+        scales = self.block_scales(images.shape[0], noise)  # (B, 2) each, or None
         x = self.embedding(images)  # (B, N, T, width)
         outputs: list[Tensor] = []
-        number = 0  # of the block
         for i, level in enumerate(self.levels):
             grid = self.grid(i, images)
             if i > 0:
                 x = self.downsamplings[i - 1](x, self.grid(i - 1, images))  # (B, N of this level, 1, width of this level)
             x = level.position(x, grid)
             for block in level.blocks:
-                x = self._run(block, x, level, grid, scales_of_block(scales, number))  # (B, N, 1, width)
-                number += 1
+                x = self._run(block, x, level, grid, next(scales))  # (B, N, 1, width)
             outputs.append(x)
         return outputs
 

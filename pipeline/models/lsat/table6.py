@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from pipeline.models.common.base import scale_branch
 from pipeline.models.common.layers import MLP
 from pipeline.models.common.probe import probe
+from pipeline.models.common.vit import attention_weights
 from pipeline.models.common.windows import Tiling, relative_index
 
 MLP_RATIO = 4
@@ -156,13 +157,9 @@ class WindowAttention(nn.Module):
             bias = torch.where(connected[:, None], bias, float("-inf"))
         bias = bias.flatten(0, 1)  # (windows * heads, N, N)
         out = F.scaled_dot_product_attention(q, k, v, bias)  # (B, windows * heads, N, head_dim)
-
-        def weights() -> Tensor:  # (B, heads, windows, N, N)
-            of_heads = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias).softmax(-1)  # (B, windows * heads, N, N)
-            return of_heads.unflatten(1, (windows, self.heads)).transpose(1, 2)
-
-        probe("attention", weights)
-        out = out.unflatten(1, (windows, self.heads)).transpose(2, 3)  # (B, windows, N, heads, head_dim)
+        split = (windows, self.heads)
+        probe("attention", lambda: attention_weights(q, k, bias).unflatten(1, split).transpose(1, 2))
+        out = out.unflatten(1, split).transpose(2, 3)  # (B, windows, N, heads, head_dim)
         return self.proj(out.flatten(3))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
-from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scale_branch, scales_of_block
+from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scale_branch
 from pipeline.models.common.layers import MLP, NORM_EPS, AlignedLinear, ModuleList, check_sides, check_size, init_linear
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import PositionEmbedding, SelfAttention, merge_heads, split_heads
@@ -270,9 +270,8 @@ class PerViT(PhiModel):
         x = x.flatten(2).transpose(1, 2)  # (B, N, width)
         if self.switches.position_embedding:
             x = self.position_embedding(x, grid)
-        scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
-        for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
-            x = self.run_block(block, x, log_phi, grid, scales_of_block(scales, i))
+        for block, scales, log_phi in zip(self.blocks, self.block_scales(x.shape[0], noise), self.log_phi(grid)):
+            x = self.run_block(block, x, log_phi, grid, scales)
         return x
 
     def no_weight_decay(self) -> set[str]:  # DeiT's rule
