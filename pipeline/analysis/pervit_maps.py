@@ -12,16 +12,9 @@ from pipeline.analysis.chapter import Example, Findings, Plot, figure
 from pipeline.analysis.maps import ATTENTION, draw_maps, map_figure, show_image, stretched
 from pipeline.analysis.pervit import NO_PHI_C, NO_PHI_P, PHI, PeripheralChapter
 from pipeline.analysis.style import Figure, new_figure, numbers
+from pipeline.models.pervit import position
 from pipeline.models.pervit.phi_model import PhiModel
-from pipeline.models.pervit.position import (
-    NORM_BIAS,
-    NORM_WEIGHT,
-    DistanceScales,
-    LearnedVectors,
-    PeripheralPosition,
-    PhiDesign,
-    position_distances,
-)
+from pipeline.models.pervit.position import NORM_BIAS, NORM_WEIGHT, DistanceScales, PeripheralPosition, PhiDesign
 
 _REDRAWN = "The start was random and is not kept: it is drawn anew here, its heads in the model's order. "
 
@@ -93,7 +86,10 @@ def initial_maps(model: PhiModel, grid: tuple[int, int], query: tuple[int, int])
     heads = model.blocks[0].attn.heads
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        distance = _distances(grid, design, 4 * heads)
+        if design.distance == "learned":
+            distance = position.LearnedVectors(4 * heads, grid, design.border)(grid)
+        else:
+            distance = position.position_distances(*grid, torch.device("cpu"), torch.get_default_dtype(), design.border)
         scale, offset = DistanceScales(4 * heads, design.init)()
         layers = [PeripheralPosition(heads, layer, depth, design) for layer in range(depth)]
     return torch.stack([_query_map(layer(distance, scale, offset), grid, query) for layer in layers])
@@ -103,22 +99,16 @@ def initial_maps(model: PhiModel, grid: tuple[int, int], query: tuple[int, int])
 def _last_norm_maps(model: PhiModel, grid: tuple[int, int], query: tuple[int, int]) -> Tensor:
     """(3, layers, rows, columns): the initial Φp with the bias of Fig. S1, with its weight, with both."""
     depth = len(model.blocks)
-    position = PeripheralPosition(1, 0, 1)
-    distance = _distances(grid, PhiDesign(), 4)
+    network = PeripheralPosition(1, 0, 1)
+    distance = position.position_distances(*grid, torch.device("cpu"), torch.get_default_dtype())
     scale, offset = DistanceScales(4)()
     biases, weights = torch.linspace(*NORM_BIAS, depth).tolist(), torch.linspace(*NORM_WEIGHT, depth).tolist()
     maps = []
     for bias, weight in [(bias, 1.0) for bias in biases] + [(0.0, weight) for weight in weights] + list(zip(biases, weights)):
-        nn.init.constant_(position.norm2.bias, bias)
-        nn.init.constant_(position.norm2.weight, weight)
-        maps.append(_query_map(position(distance, scale, offset), grid, query)[0])
+        nn.init.constant_(network.norm2.bias, bias)
+        nn.init.constant_(network.norm2.weight, weight)
+        maps.append(_query_map(network(distance, scale, offset), grid, query)[0])
     return torch.stack(maps).unflatten(0, (3, depth))
-
-
-def _distances(grid: tuple[int, int], design: PhiDesign, channels: int) -> Tensor:
-    if design.distance == "learned":
-        return LearnedVectors(channels, grid, design.border)(grid)
-    return position_distances(*grid, torch.device("cpu"), torch.get_default_dtype(), design.border)
 
 
 def _query_map(log_phi: Tensor, grid: tuple[int, int], query: tuple[int, int]) -> Tensor:

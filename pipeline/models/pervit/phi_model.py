@@ -37,16 +37,16 @@ def grouped_log_phi(
     def normalized(maps: Tensor, name: str) -> Tensor:
         return F.instance_norm(maps, weight=together(f"{name}.weight"), bias=together(f"{name}.bias"), eps=position.NORM_EPS)
 
-    two, first = layers[0].layers == 2, together("projection1.weight")
+    two = layers[0].layers == 2
     with as_written(distance):  # as each layer by itself
+        projection = together("projection1.weight"), together("projection1.bias")
+        first, shift = position.scaled(distance, scale, offset, *projection)
         if two and suits_kernels(distance, first):
-            first, shift = position.scaled(distance, scale, offset, first, together("projection1.bias"))
             weight, bias, second = (together(name) for name in ("norm1.weight", "norm1.bias", "projection2.weight"))
             r = phi_maps(distance, first, shift, weight, bias, second, position.NORM_EPS)
             r = r + together("projection2.bias")[:, None, None]  # (N, layers * heads, H, W)
         else:
-            r = position.project_distances(distance, scale, offset, first, together("projection1.bias"))
-            r = normalized(r, "norm1")  # (N, layers * hidden, ...)
+            r = normalized(F.conv2d(distance, first, shift), "norm1")  # (N, layers * hidden, ...)
             if two:
                 weight, bias = together("projection2.weight"), together("projection2.bias")
                 r = F.conv2d(F.relu(r, inplace=True), weight, bias, groups=len(layers))  # the norm does not need its output

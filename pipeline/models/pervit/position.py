@@ -125,16 +125,12 @@ class FirstProjection(nn.Conv2d):
     def forward(  # type: ignore[override]  # the input is the map with its scales
         self, distance: Tensor, scale: Tensor, offset: Tensor
     ) -> Tensor:
-        return project_distances(distance, scale, offset, self.weight, self.bias)
-
-
-def project_distances(distance: Tensor, scale: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """:class:`FirstProjection` with weight (out, channels, k, k) and bias (out,), of one layer or of several together."""
-    return F.conv2d(distance, *scaled(distance, scale, offset, weight, bias))  # (N, out, H', W'), less the kernel's border
+        return F.conv2d(distance, *scaled(distance, scale, offset, self.weight, self.bias))
 
 
 def scaled(distance: Tensor, scale: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Kernel (out, 1 or channels, k, k) and bias (out,) by which the distances themselves are convolved."""
+    """Kernel (out, 1 or channels, k, k) and bias (out,) by which the distances themselves are convolved, for weight
+    (out, channels, k, k) and bias (out,) of one :class:`FirstProjection`, or of several together."""
     one_map = distance.shape[1] == 1
     kernel = torch.einsum("oiyx,i->oyx", weight, scale)[:, None] if one_map else weight * scale[:, None, None]
     return kernel, bias + torch.einsum("oiyx,i->o", weight, offset)
@@ -181,8 +177,8 @@ class PeripheralPosition(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         last = self.norm2 if self.layers == 2 else self.norm1
-        nn.init.constant_(last.bias, _between(*NORM_BIAS, layer, depth))
-        nn.init.constant_(last.weight, _between(*NORM_WEIGHT, layer, depth))
+        for parameter, ends in ((last.bias, NORM_BIAS), (last.weight, NORM_WEIGHT)):
+            nn.init.constant_(parameter, float(torch.linspace(*ends, depth, device="cpu")[layer]))
 
     def forward(self, distance: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         """Log of the position-based attention, as log-sigmoid: the log of a sigmoid would underflow to -inf for distant keys in
@@ -198,8 +194,3 @@ class PeripheralPosition(nn.Module):
             if self.layers == 2:
                 r = self.norm2(self.projection2(F.relu(r)))  # (N, heads, H, W)
             return F.logsigmoid(r).flatten(2).transpose(0, 1)  # (heads, N, N)
-
-
-def _between(first: float, last: float, layer: int, depth: int) -> float:
-    """Linear interpolation over the layers."""
-    return float(torch.linspace(first, last, depth, device="cpu")[layer])
