@@ -19,19 +19,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.models.common import vit
 from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scale_branch
 from pipeline.models.common.irpe import RelativeSelfAttention
 from pipeline.models.common.layers import ModuleList
 from pipeline.models.common.probe import probe
-from pipeline.models.common.vit import (
-    REFERENCE_NAMES,
-    Block,
-    ClassTokenModel,
-    PositionEmbedding,
-    SelfAttention,
-    ViTLayout,
-    patch_grid,
-)
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
 from pipeline.models.registry import register
@@ -68,7 +60,7 @@ class DeiTSwitches(Switches):
     """Omit the position embedding in eval mode (ConViT, Table 5). Training is not affected."""
     peripheral_position: bool = False
     """Multiply every layer's attention by PerViT's Φp (PerViT, Table 2, "+ PPE"). The class token has no position: Φp = 1 to and from it."""
-    conditional_position: Annotated[int, Field(ge=0, le=ViTLayout.depth)] = 0
+    conditional_position: Annotated[int, Field(ge=0, le=vit.ViTLayout.depth)] = 0
     """CPVT's position encoding generators after each of the first n blocks, instead of the position embedding (PerViT, Table 2, "+ CPVT": 5)."""
     relative_position: bool = False
     """iRPE in every layer: product method, contextual, on keys, shared by the heads (PerViT, Table 2, "+ iRPE")."""
@@ -82,7 +74,7 @@ class DeiTSwitches(Switches):
             yield "has conditional_position, which leaves no position embedding to mask: set mask_position_embedding=false"
 
 
-class DeiT(ClassTokenModel, PhiModel):
+class DeiT(vit.ClassTokenModel, PhiModel):
     """DeiT with a class token.
 
     Probes of every layer: ``attention`` (B, heads, N + 1, N + 1), class token first, and, without iRPE, ``phi_c`` likewise; with
@@ -99,21 +91,24 @@ class DeiT(ClassTokenModel, PhiModel):
     """
 
     # The last: iRPE's authors' DeiT (github.com/microsoft/Cream), which has the names of DeiT's otherwise.
-    reference_names = (*REFERENCE_NAMES, ("blocks.*.attn.rpe_k.lookup_table_weight", "blocks.*.attn.relative_position.weight"))
+    reference_names = (
+        *vit.REFERENCE_NAMES,
+        ("blocks.*.attn.rpe_k.lookup_table_weight", "blocks.*.attn.relative_position.weight"),
+    )
     reference_switches = frozenset({"mask_position_embedding", "relative_position"})
     leading_tokens = 1
 
-    def __init__(self, layout: ViTLayout, switches: DeiTSwitches | None = None, **options: Any) -> None:
+    def __init__(self, layout: vit.ViTLayout, switches: DeiTSwitches | None = None, **options: Any) -> None:
         switches, settings = switches or DeiTSwitches(), ModelOptions(**options)
         rates = linear_drop_path(settings.drop_path, layout.depth)
-        side, _ = patch_grid(settings.image_size, settings.image_size)
+        side, _ = vit.patch_grid(settings.image_size, settings.image_size)
         position = None
         if not switches.conditional_position:
-            position = PositionEmbedding(settings.image_size, 1, layout.width, switches.mask_position_embedding)
+            position = vit.PositionEmbedding(settings.image_size, 1, layout.width, switches.mask_position_embedding)
         super().__init__(layout, switches, settings, rates, position)
         self.relative_position = switches.relative_position
-        attention = RelativeSelfAttention if self.relative_position else SelfAttention
-        self.blocks = ModuleList(Block(attention(layout.width, layout.heads), layout) for _ in range(layout.depth))
+        attention = RelativeSelfAttention if self.relative_position else vit.SelfAttention
+        self.blocks = ModuleList(vit.Block(attention(layout.width, layout.heads), layout) for _ in range(layout.depth))
         self.position_generators = ModuleList(PositionGenerator(layout.width) for _ in range(switches.conditional_position))
         if switches.peripheral_position:
             self.add_phi_inputs(layout.heads, side, PhiDesign())
@@ -132,7 +127,7 @@ class DeiT(ClassTokenModel, PhiModel):
         return 1 + int(rest.partition(".")[0]) if list_name == "position_generators" else super().layer_of(name)
 
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
-        grid = patch_grid(*images.shape[-2:])
+        grid = vit.patch_grid(*images.shape[-2:])
         x = self.with_class_token(self.patch_embedding(images))  # (B, N + 1, width)
         if self.position_embedding is not None:
             x = self.position_embedding(x, grid)
@@ -156,10 +151,10 @@ class DeiT3Switches(Switches):
     """Initial value of LayerScale's factors; null: no LayerScale."""
 
 
-class ScaledBlock(Block):
+class ScaledBlock(vit.Block):
     """A transformer block with LayerScale: each branch times a vector of factors, all of which begin with ``initial``."""
 
-    def __init__(self, attention: nn.Module, layout: ViTLayout, initial: float) -> None:
+    def __init__(self, attention: nn.Module, layout: vit.ViTLayout, initial: float) -> None:
         super().__init__(attention, layout)
         self.layer_scale1 = nn.Parameter(torch.full((layout.width,), initial))
         self.layer_scale2 = nn.Parameter(torch.full((layout.width,), initial))
@@ -169,7 +164,7 @@ class ScaledBlock(Block):
         return x + scale_branch(self.layer_scale2 * self.mlp(self.norm2(x)), branch_scales, 1)
 
 
-class DeiT3(ClassTokenModel):
+class DeiT3(vit.ClassTokenModel):
     """DeiT III. Probes of every layer: ``attention`` and ``phi_c``, (B, heads, N + 1, N + 1) each, class token first. Raises
     UserError: ``image_size`` is not a multiple of 16.
 
@@ -179,23 +174,23 @@ class DeiT3(ClassTokenModel):
     """
 
     reference_names = (
-        *REFERENCE_NAMES,
+        *vit.REFERENCE_NAMES,
         ("blocks.*.gamma_1", "blocks.*.layer_scale1"),
         ("blocks.*.gamma_2", "blocks.*.layer_scale2"),
     )
     reference_switches = frozenset({"layer_scale"})
-    position_embedding: PositionEmbedding
+    position_embedding: vit.PositionEmbedding
 
-    def __init__(self, layout: ViTLayout, switches: DeiT3Switches | None = None, **options: Any) -> None:
+    def __init__(self, layout: vit.ViTLayout, switches: DeiT3Switches | None = None, **options: Any) -> None:
         switches, settings = switches or DeiT3Switches(), ModelOptions(**options)
         rates = [settings.drop_path] * (2 * layout.depth)  # two branches per block
-        super().__init__(layout, switches, settings, rates, PositionEmbedding(settings.image_size, 0, layout.width))
-        block = Block if switches.layer_scale is None else partial(ScaledBlock, initial=switches.layer_scale)
-        self.blocks = ModuleList(block(SelfAttention(layout.width, layout.heads), layout) for _ in range(layout.depth))
+        super().__init__(layout, switches, settings, rates, vit.PositionEmbedding(settings.image_size, 0, layout.width))
+        block = vit.Block if switches.layer_scale is None else partial(ScaledBlock, initial=switches.layer_scale)
+        self.blocks = ModuleList(block(vit.SelfAttention(layout.width, layout.heads), layout) for _ in range(layout.depth))
         self.add_classifier(settings.num_classes)
 
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
-        patches = self.position_embedding(self.patch_embedding(images), patch_grid(*images.shape[-2:]))  # (B, N, width)
+        patches = self.position_embedding(self.patch_embedding(images), vit.patch_grid(*images.shape[-2:]))  # (B, N, width)
         x = self.with_class_token(patches)  # (B, N + 1, width)
         for block, scales in zip(self.blocks, self.block_scales(x.shape[0], noise)):
             x = self.run_block(block, x, scales)
@@ -206,23 +201,23 @@ register(
     DeiT,
     DeiTSwitches,
     "Training data-efficient image transformers (ICML 2021), Table 1; figures of ConViT (ICML 2021), Table 1",
-    deit_t=(ViTLayout(3, 192), "DeiT Tiny, 3 heads", 6, 1, 72.2, 1442),
-    deit_s=(ViTLayout(6, 384), "DeiT Small, 6 heads", 22, 4.3, 79.8, 587),
-    deit_b=(ViTLayout(12, 768), "DeiT Base, 12 heads", 86, 17, 81.8, 187),
+    deit_t=(vit.ViTLayout(3, 192), "DeiT Tiny, 3 heads", 6, 1, 72.2, 1442),
+    deit_s=(vit.ViTLayout(6, 384), "DeiT Small, 6 heads", 22, 4.3, 79.8, 587),
+    deit_b=(vit.ViTLayout(12, 768), "DeiT Base, 12 heads", 86, 17, 81.8, 187),
 )
 register(
     DeiT,
     DeiTSwitches,
     "ConViT (ICML 2021), Table 1",
-    deit_ti_plus=(ViTLayout(4, 256), "DeiT Tiny+, 4 heads", 10, 2, 75.9, 1036),
-    deit_s_plus=(ViTLayout(9, 576), "DeiT Small+, 9 heads", 48, 10, 79.0, 480),
-    deit_b_plus=(ViTLayout(16, 1024), "DeiT Base+, 16 heads", 152, 30, 77.5, 114),
+    deit_ti_plus=(vit.ViTLayout(4, 256), "DeiT Tiny+, 4 heads", 10, 2, 75.9, 1036),
+    deit_s_plus=(vit.ViTLayout(9, 576), "DeiT Small+, 9 heads", 48, 10, 79.0, 480),
+    deit_b_plus=(vit.ViTLayout(16, 1024), "DeiT Base+, 16 heads", 152, 30, 77.5, 114),
 )
 register(
     DeiT3,
     DeiT3Switches,
     "DeiT III: Revenge of the ViT (ECCV 2022); figures of the authors' model zoo",
-    deit3_s=(ViTLayout(6, 384), "DeiT III Small, 6 heads", 22.0, 4.6, 81.4),
-    deit3_m=(ViTLayout(8, 512), "DeiT III Medium, 8 heads", 38.8, 8.0, 83.0),
-    deit3_b=(ViTLayout(12, 768), "DeiT III Base, 12 heads", 86.6, 17.5, 83.8),
+    deit3_s=(vit.ViTLayout(6, 384), "DeiT III Small, 6 heads", 22.0, 4.6, 81.4),
+    deit3_m=(vit.ViTLayout(8, 512), "DeiT III Medium, 8 heads", 38.8, 8.0, 83.0),
+    deit3_b=(vit.ViTLayout(12, 768), "DeiT III Base, 12 heads", 86.6, 17.5, 83.8),
 )
