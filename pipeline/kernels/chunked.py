@@ -8,6 +8,7 @@ and reads and writes the packed layout as it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class _InChunks(torch.autograd.Function):
         chunk = min(batch, max(_CHUNK_BYTES // (4 * heads * tokens**2), -(-torch.get_num_threads() // heads), 1))
         weights = bias.new_empty(batch, heads, tokens, tokens, dtype=dtype)
         out = qkv.new_empty(batch, tokens, heads, head_dim)
-        aligned = _Aligned(chunk, heads, tokens, head_dim, dtype)
+        aligned = _aligner(chunk, heads, tokens, head_dim, dtype)
         lost = bias.amax(-1, keepdim=True) == -math.inf  # (heads, N, 1)
         bias = bias.masked_fill(lost, 0.0)  # not 0 / 0; the result is masked instead, and its gradient
         parts = qkv.view(batch, tokens, 3, heads, head_dim).permute(2, 0, 3, 1, 4)  # (3, B, heads, N, head_dim)
@@ -73,7 +74,7 @@ class _InChunks(torch.autograd.Function):
         scale, layout = head_dim**-0.5, (batch, tokens, 3, heads, head_dim)
         grad_qkv, grad_bias = torch.empty_like(qkv), torch.zeros_like(weights[0])
         scores = torch.empty_like(weights[:chunk])
-        aligned = _Aligned(chunk, heads, tokens, head_dim, dtype)
+        aligned = _aligner(chunk, heads, tokens, head_dim, dtype)
         unused = weights.new_empty(())  # what baddbmm adds, times 0
         parts, grads = (t.view(layout).permute(2, 0, 3, 1, 4).split(chunk, 1) for t in (qkv, grad_qkv))
         outs = grad.view(batch, tokens, heads, head_dim).transpose(1, 2).masked_fill(lost, 0.0).split(chunk)
@@ -95,17 +96,12 @@ def _store(into: Tensor, values: Tensor) -> None:
     into.copy_(values.view(*into.shape[:3], -1)[..., : into.shape[-1]])
 
 
-class _Aligned:
+def _aligner(images: int, heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """(images, heads, N, head_dim) -> (images * heads, N, head_dim or more): zeros up to a multiple of ``_ALIGNMENT``."""
+    room = torch.zeros(images, heads, tokens, head_dim + -head_dim % _ALIGNMENT, dtype=dtype)
 
-    def __init__(self, images: int, heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> None:
-        self.room: Tensor | None = None
-        if padding := -head_dim % _ALIGNMENT:
-            self.room = torch.zeros(images, heads, tokens, head_dim + padding, dtype=dtype)
+    def aligned(values: Tensor) -> Tensor:
+        room[: len(values), ..., :head_dim] = values
+        return room[: len(values)].flatten(0, 1)  # overwritten by the next call
 
-    def __call__(self, values: Tensor) -> Tensor:
-        if self.room is None:
-            return values.flatten(0, 1)
-        room = self.room[: len(values)]
-        room[..., : values.shape[-1]] = values
-        return room.flatten(0, 1)  # overwritten by the next call
+    return aligned if head_dim % _ALIGNMENT else lambda values: values.flatten(0, 1)
