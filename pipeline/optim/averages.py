@@ -43,23 +43,21 @@ class WeightAverage:
     def update(self, taken: Tensor | bool) -> None:
         """Update the average with the model's current weights, if the step was ``taken``; a tensor is () on their device."""
         averages, values = list(self.buffers.values()), list(self.models_buffers().values())
-        if isinstance(taken, Tensor):
-            rate = (1 - self.decay) * taken  # 0: every number stays as it is
-            if self._flat:
-                self._flat[0].lerp_(self._flat[1], rate)
-            else:
-                held = dict(self._held())
-                averages += [self.averages[name] for name in held]
-                values += held.values()
+        rate = (1 - self.decay) * taken  # 0: every number stays as it is
+        if self._flat and isinstance(rate, Tensor):
+            self._flat[0].lerp_(self._flat[1], rate)
+        else:
+            held = dict(self._held())
+            averages += [self.averages[name] for name in held]
+            values += held.values()
+        if isinstance(rate, Tensor):
             if averages:  # which no foreach operation does with a rate on the device
                 changes = torch._foreach_sub(values, averages)
                 torch._foreach_mul_(changes, rate)
                 torch._foreach_add_(averages, changes)
         elif taken:
-            held = dict(self._held())
             # One kernel for all tensors on a GPU, as torch.optim.swa_utils does; one call per tensor takes 1 to 2 ms of a step.
-            averages += [self.averages[name] for name in held]
-            torch._foreach_lerp_(averages, [*values, *held.values()], 1 - self.decay)
+            torch._foreach_lerp_(averages, values, rate)
 
     def models_buffers(self) -> dict[str, Tensor]:
         """The model's own buffers with the names of ``buffers``: not copies."""

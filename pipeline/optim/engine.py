@@ -102,25 +102,24 @@ def build_engine(model: Model, config: Config, world: World, optimizer: torch.op
     config's; each of its groups has the ``names`` of its parameters."""
     model.to(world.device)
     optimizer = optimizer or build_optimizer(model, config.optim)
+    engine: Any
     if zero_stage(config, world.size) == 0:
-        plain: Any = PlainEngine(model, optimizer, optimizer_description(config.optim).takes_slices, config, world)
-        return _placed(plain, world)
-    with quiet_deepspeed():
-        import deepspeed
+        engine = PlainEngine(model, optimizer, optimizer_description(config.optim).takes_slices, config, world)
+    else:
+        with quiet_deepspeed():
+            import deepspeed
 
-        # Its caution about optimizers that it does not know, which are tried here.
-        logging.getLogger("DeepSpeed").addFilter(lambda record: "ZeRO with an untested optimizer" not in record.getMessage())
-        with _groups_with_timeout(config.distributed.collective_timeout):
-            settings = deepspeed_config(config, world.size)
-            engine: Engine[Model] = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+            # Its caution about optimizers that it does not know, which are tried here.
+            logging.getLogger("DeepSpeed").addFilter(
+                lambda record: "ZeRO with an untested optimizer" not in record.getMessage()
+            )
+            with _groups_with_timeout(config.distributed.collective_timeout):
+                settings = deepspeed_config(config, world.size)
+                engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
     if engine.zero_optimization_stage() in (1, 2):
         skip_on_the_device(engine.optimizer)
         if world.device.type == "cuda":
             wait_for_the_reduction_only(engine.optimizer)
-    return _placed(engine, world)
-
-
-def _placed(engine: Engine[Model], world: World) -> Engine[Model]:
     inner = inner_optimizer(engine)
     if isinstance(inner, SliceOptimizer):
         inner.place(engine, world)
