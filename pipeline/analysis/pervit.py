@@ -136,12 +136,8 @@ class PerViTChapter(PeripheralChapter):
     def _components(self, findings: Findings) -> Plot:
         switches, omega = self.model.switches, self._omega
         is_pervit = hasattr(switches, "conv_stem")
-        parts = {
-            "phi_p": self.has_phi_p,
-            "phi_c": self.has_phi_c,
-            "conv_stem": getattr(switches, "conv_stem", False),
-            "cpe": getattr(switches, "cpe", False),
-        }
+        parts = {"phi_p": self.has_phi_p, "phi_c": self.has_phi_c}
+        parts |= {name: getattr(switches, name, False) for name in ("conv_stem", "cpe")}
         row = _TABLE_1.get("".join(str(int(there)) for there in parts.values())) if is_pervit else None
         findings.measure("components", {**parts, "table_1": row}, "what the model has, and its row of PerViT's Table 1 and S1")
         names = {**PHI, "conv_stem": "C-stem", "cpe": "CPE"}

@@ -168,11 +168,9 @@ def create_model(
         drop_path=drop_path,
         activation_checkpointing=activation_checkpointing,
     )
-    if not features:
-        return model
     from pipeline.models.common.base import as_features  # imported late: the list of models does not need PyTorch
 
-    return as_features(model)
+    return as_features(model) if features else model
 
 
 def parameter_count(name: str, num_classes: int, image_size: int, switches: Mapping[str, Any] = MappingProxyType({})) -> int:
