@@ -21,7 +21,7 @@ from pipeline.config import Positive
 from pipeline.kernels import peripheral_attention
 from pipeline.models.common import vit
 from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path
-from pipeline.models.common.layers import ModuleList, as_written, constant_table
+from pipeline.models.common.layers import ModuleList, as_written, constant_table, key_offsets
 from pipeline.models.common.probe import probe
 from pipeline.models.registry import register
 
@@ -30,9 +30,8 @@ from pipeline.models.registry import register
 def relative_positions(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Offsets from every query to every key, in patches (r of Eq. 5): (N, N, 3), N = rows * columns in row-major order, with
     [q, k] = (dx, dy, dx² + dy²), dx = x_k - x_q, dy = y_k - y_q."""
-    y, x = (axis.flatten() for axis in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))  # (N,)
-    dx, dy = x[None, :] - x[:, None], y[None, :] - y[:, None]  # (N, N)
-    return torch.stack([dx, dy, dx**2 + dy**2], dim=-1).to(device, dtype)
+    dy, dx = key_offsets(rows, columns, device)
+    return torch.stack([dx, dy, dx**2 + dy**2], dim=-1).to(dtype)
 
 
 class PositionalSelfAttention(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.common.layers import constant_table
+from pipeline.models.common.layers import constant_table, key_offsets
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import SelfAttention, attention_weights, merge_heads, split_heads
 
@@ -36,8 +36,7 @@ def bucket_table(rows: int, columns: int, device: torch.device) -> Tensor:
     """Bucket of every query and key (Eq. 25), class token first, and N = rows * columns patches in row-major order. Returns
     (N + 1, N + 1) int64: [q, k] = SIDE * (index of the row offset + int(β)) + (that of the column offset + int(β)), offsets
     from key to query; the last bucket to and from the class token."""
-    y, x = (axis.flatten() for axis in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))  # (N,)
-    by_row, by_column = (piecewise_index(axis[:, None] - axis[None, :]) + int(BETA) for axis in (y, x))  # (N, N)
+    by_row, by_column = (piecewise_index(-offsets) + int(BETA) for offsets in key_offsets(rows, columns))  # (N, N)
     return F.pad(SIDE * by_row + by_column, (1, 0, 1, 0), value=BUCKETS - 1).to(device)
 
 

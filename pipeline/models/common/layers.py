@@ -235,6 +235,13 @@ def compile_tables_as_constants() -> None:
         torch.compiler.assume_constant_result(table)  # here because it imports the compiler, which takes a second
 
 
+def key_offsets(rows: int, columns: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Tokens down and right from every query to every key of a grid, in row-major order: (N, N) int64 each, [query, key]."""
+    axes = (torch.arange(size, device=device) for size in (rows, columns))
+    y, x = (axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij"))  # (N,)
+    return y[None, :] - y[:, None], x[None, :] - x[:, None]
+
+
 def resample_grid(table: Tensor, grid: tuple[int, int], new: tuple[int, int], extra_tokens: int = 0) -> Tensor:
     """Resample a table of vectors to another grid: bicubic interpolation, as in DeiT's fine-tuning, along each axis.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.models.common.layers import constant_table
+from pipeline.models.common.layers import constant_table, key_offsets
 
 _PADDING = 2  # label of a token beyond the grid; 0: inside, 1: inside, moved to the other end by the shift
 
@@ -100,8 +100,5 @@ def connected_tokens(
 def relative_index(window: int, device: torch.device) -> Tensor:
     """Index of each pair of tokens into a table of all (2 window - 1)² relative positions: (N, N) integers with
     [query, key] = (y_query - y_key + window - 1) (2 window - 1) + x_query - x_key + window - 1."""
-    index = torch.arange(window * window, device=device)
-    y, x = index // window, index % window  # (N,)
-    rows = y[:, None] - y[None, :] + window - 1  # (N, N)
-    columns = x[:, None] - x[None, :] + window - 1  # (N, N)
-    return rows * (2 * window - 1) + columns
+    down, right = key_offsets(window, window, device)
+    return (window - 1 - down) * (2 * window - 1) + window - 1 - right

@@ -11,7 +11,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.common.layers import as_written, constant_table
+from pipeline.models.common.layers import as_written, constant_table, key_offsets
 from pipeline.models.common.probe import probe
 from pipeline.models.common.windows import Runs, relative_index
 
@@ -29,10 +29,8 @@ def quadratic_terms(window: int, device: torch.device, dtype: torch.dtype) -> Te
     As in the published code, the two axes have opposite signs: dx = x_key - x_query, dy = y_query - y_key. Returns (N, N, 5):
     [query, key] = (dx, dy, dx², dy², dx dy), N = window², tokens in row-major order.
     """
-    index = torch.arange(window * window, device=device)
-    y, x = index // window, index % window  # (N,)
-    dx = x[None, :] - x[:, None]  # (N, N)
-    dy = y[:, None] - y[None, :]  # (N, N)
+    down, dx = key_offsets(window, window, device)
+    dy = -down
     return torch.stack([dx, dy, dx * dx, dy * dy, dx * dy], dim=-1).to(dtype)
 
 
