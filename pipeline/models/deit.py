@@ -156,8 +156,7 @@ class ScaledBlock(vit.Block):
 
     def __init__(self, attention: nn.Module, layout: vit.ViTLayout, initial: float) -> None:
         super().__init__(attention, layout)
-        self.layer_scale1 = nn.Parameter(torch.full((layout.width,), initial))
-        self.layer_scale2 = nn.Parameter(torch.full((layout.width,), initial))
+        self.layer_scale1, self.layer_scale2 = (nn.Parameter(torch.full((layout.width,), initial)) for _ in range(2))
 
     def forward(self, x: Tensor, branch_scales: Tensor | None, position: Any = None) -> Tensor:
         x = x + scale_branch(self.layer_scale1 * self.attn(self.norm1(x), position), branch_scales, 0)

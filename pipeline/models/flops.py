@@ -100,7 +100,7 @@ def _count_others(model: nn.Module, image: torch.Tensor) -> tuple[float, float, 
     by_torch = counter.get_total_flops() / 2
     try:
         modules, _ = _traced(model, image, MODULE_CONVENTION)
-        return by_torch, modules, *_traced(model, image)
+        return by_torch, modules, *_traced(model, image, {})
     except Exception:  # of the tracer, on control flow that it cannot follow
         return by_torch, by_torch, by_torch, ["everything: it cannot trace the model, so both figures are PyTorch's"]
 
@@ -149,10 +149,9 @@ def _macs(model: nn.Module, image: torch.Tensor, handlers: Mapping[str, Callable
     return total
 
 
-def _traced(
-    model: nn.Module, image: torch.Tensor, handlers: Mapping[str, Callable] = MappingProxyType({})
-) -> tuple[float, list[str]]:
-    """Multiply-accumulates of one forward pass, and the operators that are not among them and may contain matrix products."""
+def _traced(model: nn.Module, image: torch.Tensor, handlers: Mapping[str, Callable]) -> tuple[float, list[str]]:
+    """Multiply-accumulates of one forward pass, and the operators that are not among them and may contain matrix products.
+    ``handlers``: of operators that are counted otherwise than in full."""
     from fvcore.nn import FlopCountAnalysis
 
     logging.getLogger("fvcore.nn.jit_analysis").setLevel(logging.ERROR)

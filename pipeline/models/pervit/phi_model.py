@@ -39,8 +39,7 @@ def grouped_log_phi(
 
     two = layers[0].layers == 2
     with as_written(distance):  # as each layer by itself
-        projection = together("projection1.weight"), together("projection1.bias")
-        first, shift = position.scaled(distance, scale, offset, *projection)
+        first, shift = position.scaled(distance, scale, offset, together("projection1.weight"), together("projection1.bias"))
         if two and suits_kernels(distance, first):
             weight, bias, second = (together(name) for name in ("norm1.weight", "norm1.bias", "projection2.weight"))
             r = phi_maps(distance, first, shift, weight, bias, second, position.NORM_EPS)

@@ -165,17 +165,14 @@ class PeripheralPosition(nn.Module):
             self._start_at(0 if design.init == "conv" else layer, depth)
 
     def _randomize(self) -> None:
-        for module in self.children():
-            if isinstance(module, nn.InstanceNorm2d):
-                nn.init.normal_(module.weight)
-                nn.init.normal_(module.bias)
+        for name, parameter in self.named_parameters():
+            if name.startswith("norm"):
+                nn.init.normal_(parameter)
 
     def _start_at(self, layer: int, depth: int) -> None:
-        for module in self.children():
-            if isinstance(module, nn.Conv2d):
-                nn.init.constant_(module.weight, 0.02)  # Supplement Eq. 3: c2
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        for name, parameter in self.named_parameters():
+            if name.startswith("projection"):
+                nn.init.constant_(parameter, 0.02 if parameter.ndim > 1 else 0.0)  # Supplement Eq. 3: c2; biases
         last = self.norm2 if self.layers == 2 else self.norm1
         for parameter, ends in ((last.bias, NORM_BIAS), (last.weight, NORM_WEIGHT)):
             nn.init.constant_(parameter, float(torch.linspace(*ends, depth, device="cpu")[layer]))

@@ -68,14 +68,11 @@ class StreamDropPath(nn.Module):
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     """PyTorch's generators of the CPU and of ``device`` start from ``seed`` in the block, and are as before after it; None: left alone."""
-    if seed is None:
-        yield
-        return
     gpus = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus):
-        torch.default_generator.manual_seed(seed)
-        for index in gpus:
-            torch.cuda.default_generators[index].manual_seed(seed)
+    with torch.random.fork_rng(devices=gpus, enabled=seed is not None):
+        if seed is not None:
+            for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)):
+                generator.manual_seed(seed)
         yield
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from pipeline.errors import UserError, did_you_mean, first_line, missing_extra
+from pipeline.lazy import import_library
 
 TIMM_PREFIX = "timm:"
 # timm's default tags of the architectures that this project has too, by the word that their names begin with.
@@ -62,14 +63,11 @@ def weights_folder(source: str) -> Path:
     if tag is None:
         problem = f"train.init_from must name weights as timm:NAME.TAG, got {source}"
         raise UserError(problem, "take a name of https://huggingface.co/timm")
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise missing_extra(f"train.init_from={source}", "huggingface_hub", "hub")
+    hub = import_library("huggingface_hub", f"train.init_from={source}", extra="hub")
     repository = f"timm/{name}.{tag}".rstrip(".")
     try:
-        from huggingface_hub import hf_hub_download
-
         endpoint = os.environ.get("HF_ENDPOINT")  # which it reads itself only when it is imported
-        return [Path(hf_hub_download(repository, file, endpoint=endpoint)).parent for file in (CONFIG, WEIGHTS)][-1]
+        return [Path(hub.hf_hub_download(repository, file, endpoint=endpoint)).parent for file in (CONFIG, WEIGHTS)][-1]
     except Exception as error:  # of the network, the hub or the disk
         download = f"run `hf download {repository} --local-dir FOLDER` where there is a network, and set train.init_from=FOLDER"
         where = f"https://huggingface.co/{repository} ({first_line(error)})"

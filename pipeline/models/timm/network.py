@@ -84,7 +84,6 @@ def build_network(name: str, num_classes: int, image_size: int, drop_path: float
     arguments = {"num_classes": num_classes, "drop_path_rate": drop_path, **switches}
     if settings is not None and settings.fixed_input_size:
         arguments["img_size"] = image_size
-    dispensable = {"img_size"} | ({"drop_path_rate"} if not drop_path else set())
     while True:
         try:
             return timm.create_model(architecture, pretrained=False, **arguments)
@@ -99,7 +98,7 @@ def build_network(name: str, num_classes: int, image_size: int, drop_path: float
                 remedy = did_you_mean(unexpected, known, f"its arguments are: {', '.join(known)}.", "{!r}")
                 problem = f"model.switches: unknown switch {unexpected!r}, which {name} does not take"
                 raise UserError(f"{problem}: {remedy}") from None
-            if unexpected not in dispensable or unexpected not in arguments:
+            if unexpected not in ("img_size", "drop_path_rate") or unexpected not in arguments:
                 raise _refusal(name, "", switches, error) from None
             del arguments[unexpected]
         except Exception as error:  # of a constructor, about sizes or settings
