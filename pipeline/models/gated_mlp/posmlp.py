@@ -7,7 +7,6 @@ Merging: (B, rows, columns, width) -> (B, rows / 2, columns / 2, 2 * width). Pos
 """
 
 from functools import partial
-from itertools import repeat
 from typing import Annotated, Any, Literal
 
 import torch
@@ -265,7 +264,7 @@ class PosMLP(VisionModel):
         counts = self._noise_counts() if self.training else (0, 0, 0)
         for_branches, for_blocks, for_head = noise[:, : sum(counts)].split(counts, dim=1)
         scales = self.block_scales(x.shape[0], for_branches, branches=1)  # (B, 1) each, or None
-        dropout = iter(for_blocks.unbind(1)) if for_blocks.shape[1] else repeat(None)  # (B,) each
+        dropout = iter(for_blocks.unbind(1))  # (B,) each; none without dropout
         x = self.absolute_position(x)  # (B, H / 4, W / 4, width)
         outputs: list[Tensor] = []
         for stage in self.stages:
@@ -273,7 +272,7 @@ class PosMLP(VisionModel):
             grid = (int(x.shape[1]), int(x.shape[2]))
             for i, block in enumerate(stage.blocks):
                 tiling = Tiling(grid, stage.window, self._shifts(grid, stage.window) if shifts and i % 2 else (0, 0))
-                x = run_in_windows(self, block, x, tiling, next(scales), next(dropout))
+                x = run_in_windows(self, block, x, tiling, next(scales), next(dropout, None))
             outputs.append(x)
         return outputs, for_head
 
