@@ -54,7 +54,7 @@ class ImportedOptimizer(OptimizerDescription):
             for step in range(_STEPS):
                 trial.step(step)
         except Exception as error:
-            problem = f"cannot take a step without a closure on dense gradients ({_words(error)})"
+            problem = f"cannot take a step without a closure on dense gradients ({type(error).__name__}: {first_line(error)})"
             raise UserError(f"optim.name {self._config.name} {problem}", _REMEDY) from None
         self.kept = self._state_names(trial)
         resumed = _Trial(self, self._config)
@@ -79,7 +79,8 @@ class ImportedOptimizer(OptimizerDescription):
             return self._class(groups, lr=config.warmup_lr, **config.options)
         except Exception as error:  # whatever a class of somebody else raises
             given = f"parameter groups, lr and optim.options {config.options}"
-            problem = f"optim.name {config.name} cannot be constructed with {given} ({_words(error)})"
+            why = f"{type(error).__name__}: {first_line(error)}"
+            problem = f"optim.name {config.name} cannot be constructed with {given} ({why})"
             raise UserError(problem, "correct optim.options, or choose another optimizer") from None
 
     def temporaries(self, group: Group, size: float, split: bool) -> float:
@@ -171,7 +172,3 @@ def _described(name: str, options: str) -> ImportedOptimizer:
 
 def _flattened(tensors: list[Any]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"

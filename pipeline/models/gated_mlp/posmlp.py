@@ -233,10 +233,13 @@ class PosMLP(VisionModel):
             check_size(images, self.image_size)
         outputs, for_head = self._run_stages(self.stem(images), noise, self.switches.shift_windows)
         features = self.norm(outputs[-1]).mean(dim=(1, 2))  # (B, 8 * width)
-        if for_head.shape[1]:
-            rates = torch.full_like(for_head, self.switches.head_dropout)
-            features = features * dropout_factors(rates, for_head).to(features.dtype)
-        return self.head(features)
+        return self.head(self._dropout(features, for_head))
+
+    def _dropout(self, features: Tensor, noise: Tensor) -> Tensor:
+        """Dropout on features (B, width) by noise (B, width); (B, 0): no dropout."""
+        if not noise.shape[1]:
+            return features
+        return features * dropout_factors(torch.full_like(noise, self.switches.head_dropout), noise).to(features.dtype)
 
     def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         strides = tuple(STEM_STRIDE * 2**stage for stage in range(len(DEPTHS)))
@@ -258,7 +261,7 @@ class PosMLP(VisionModel):
         return [self.normed_map(x, stage) for stage, x in enumerate(outputs)]
 
     def _run_stages(self, x: Tensor, noise: Tensor | None, shifts: bool) -> tuple[list[Tensor], Tensor]:
-        """From what the stem made: outputs (B, rows, columns, width) of all stages, and the head's part of the noise, (B, 8 * width) or (B, 0)."""
+        """From what the stem made: outputs (B, rows, columns, width) of all stages, and the head's part of the noise."""
         if noise is None:
             noise = torch.rand(x.shape[0], self.noise_per_sample if self.training else 0, device=x.device)
         counts = self._noise_counts() if self.training else (0, 0, 0)
