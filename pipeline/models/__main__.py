@@ -61,7 +61,7 @@ def details(name: str) -> str:
 
 
 def type_text(annotation: Any) -> str:
-    """A switch's type in YAML notation: ``bool``, ``1 | 2``, ``[int, int] | null``."""
+    """A switch's type in YAML notation: ``bool``, ``1 | 2``, ``[int, int] | null``, ``[int, ...]``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " | ".join(map(str, arguments))
@@ -71,7 +71,7 @@ def type_text(annotation: Any) -> str:
         return " | ".join(map(type_text, arguments))
     if origin is tuple:
         return f"[{', '.join(map(type_text, arguments))}]"
-    return "null" if annotation is NoneType else annotation.__name__
+    return {NoneType: "null", ...: "..."}.get(annotation) or annotation.__name__
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ def test_a_model_names_its_switches() -> None:
         assert f"  {name} = " in shown and field.description in shown
     assert 'phi_p_init = "peripheral"    (peripheral | conv | random)' in shown
     assert "widths = null    ([int, int, int, int] | null)" in shown
+    assert "stem_widths = null    ([int, ...] | null)" in shown
     wrong = run_forked("pipeline.models", "pervit_x", check=False)
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: model.name must be timm:NAME, module:build or one of ")
     assert "got 'pervit_x': did you mean 'pervit_t'?" in wrong.stderr
