@@ -130,7 +130,7 @@ shown = _Shortened().repr  # a value for a message
 
 
 def first_invalid(error: Any, whole: str = "the file") -> str:
-    """The first mistake of pydantic's ``ValidationError``: ``PLACE must ..., got ...``; ``whole``: the place of one of everything."""
+    """The first mistake in pydantic's ``ValidationError``: ``PLACE must ..., got ...``; ``whole``: the PLACE where no key is at fault."""
     problem = error.errors(include_url=False)[0]
     place = printable(".".join(str(part) for part in problem["loc"] if part != "[key]") or whole, 60)
     need = problem["msg"].partition(" should ")[2].partition(" after validation")[0]

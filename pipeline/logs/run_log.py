@@ -26,7 +26,7 @@ from pipeline.logs import console, tensorboard
 from pipeline.logs.reduction import MetricReduction, StoreReport, report_bad_samples
 from pipeline.metrics import Metric, slow_rank, tells_top5
 from pipeline.runs import METRICS, TENSORBOARD
-from pipeline.runs.rows import kind_of, parse_row
+from pipeline.runs.rows import Row, kind_of, parse_row
 from pipeline.stream.schedule import Schedule
 from pipeline.terminal import duration, paint, shortened
 
@@ -36,10 +36,10 @@ _MUCH_WAITING = 0.05  # of the time: the console then names the rank that waits 
 
 
 class RunLog:
-    """Collects the metrics of steps and writes them every few steps; only rank 0 writes files. Rows after ``start_step``, of a start
-    that was killed, are removed, and of an evaluation of that step which ``evaluation_due`` repeats. ``flops_per_image``: of a training step, for the model FLOPs utilization (MFU); None: there is
-    none. ``bad_samples``: sample -> message, of earlier starts; as an attribute all so far, the same on every rank. Raises
-    UserError: on every rank: rank 0 cannot write the files."""
+    """Collects the metrics of steps and writes them every few steps; only rank 0 writes files. Of a start that was killed, rows after
+    ``start_step`` are removed, and those of its evaluation where that is due again. ``flops_per_image``: of a training step, for the
+    model FLOPs utilization (MFU); None: there is none. ``bad_samples``: sample -> message, of earlier starts; as an attribute all so
+    far, the same on every rank. Raises UserError: on every rank: rank 0 cannot write the files."""
 
     def __init__(
         self,
@@ -258,9 +258,11 @@ def drop_rows_after(metrics: Path, step: int, evaluation_due: bool = False) -> N
     if not metrics.exists():
         return
     text = metrics.read_text(errors="replace")
+
+    def comes_again(row: Row) -> bool:
+        return row["step"] > step or evaluation_due and row["step"] == step and kind_of(row) != "step"
+
     rows = ((line, parse_row(line.encode())) for line in text.split("\n"))
-    whole = ((line, row) for line, row in rows if row is not None)
-    due = step if evaluation_due else step + 1  # evaluations from there on come again
-    kept = "".join(line + "\n" for line, row in whole if row["step"] < (step + 1 if kind_of(row) == "step" else due))
+    kept = "".join(line + "\n" for line, row in rows if row is not None and not comes_again(row))
     if kept != text:
         replace_text(metrics, kept)
