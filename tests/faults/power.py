@@ -6,6 +6,7 @@ loop devices can be mounted.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -49,12 +50,16 @@ class Disk:
         self.restart()
 
     def restart(self) -> None:
-        """Mount what the power failure has left. Nothing may have files open, and no other mount namespace may still have the file system,
-        which would then stay shut down: do not run ``test_nodes.py`` beside a soak."""
+        """Mount what the power failure has left. Nothing may have files open."""
         self.close()
         self._mount()
 
     def close(self) -> None:
+        """Unmount it everywhere: a mount namespace that was made meanwhile, as a local Slurm cluster's node makes one, has a copy of the
+        mount, and by that the next mount would find the file system as it is, shut down or read-only."""
+        for process in _one_process_of_each_other_mount_namespace():
+            if f" {self.folder} " in _text(process / "mountinfo"):
+                subprocess.run(["nsenter", f"--mount={process / 'ns' / 'mnt'}", "umount", self.folder], capture_output=True)
         self._run("umount", self.folder)
 
     def _mount(self) -> None:
@@ -64,3 +69,18 @@ class Disk:
         done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
         if done.returncode:
             raise OSError(f"{words[0]}: {done.stderr.strip()}")
+
+
+def _one_process_of_each_other_mount_namespace() -> list[Path]:
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # has ended
+            found[(process / "ns" / "mnt").stat().st_ino] = process
+    found.pop(Path("/proc/self/ns/mnt").stat().st_ino)
+    return list(found.values())
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import time
 from pathlib import Path
 
@@ -14,11 +15,27 @@ from support.ranks import is_saving, run_forked, seed_from_environment, train, w
 from support.runs import write_small_config
 from support.small_run import SMALL_MODEL
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.soak]
+pytestmark = pytest.mark.multiprocess
 
 OPTIONS = (*SMALL_MODEL, "log.samples=true", "train.max_steps=16", "checkpoint.every_steps=4", "eval.every_epochs=0.1")
 
 
+def test_a_disk_that_another_mount_namespace_has_too(disk: Disk) -> None:
+    """Guards against a local Slurm cluster beside it, by whose copy of the mount the disk would stay as it is when it is mounted again."""
+    node = subprocess.Popen(["unshare", "--mount", "sh", "-c", "echo ready; exec sleep 60"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert node.stdout and node.stdout.readline() == "ready\n"
+        disk.cut()
+        with pytest.raises(OSError):
+            (disk.folder / "file").write_text("x")
+        disk.restart()
+        (disk.folder / "file").write_text("x")
+    finally:
+        node.kill()
+        node.wait()
+
+
+@pytest.mark.soak
 def test_a_run_goes_on_after_power_cuts(digits_shards: Path, disk: Disk, tmp_path: Path) -> None:
     """Guards against a checkpoint that is named before its bytes are durable, and one whose rows, samples or config are not. The first
     cut comes as soon as a save has its name, the others anywhere."""
