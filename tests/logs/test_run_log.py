@@ -20,95 +20,8 @@ from pipeline.logs import console
 from pipeline.runs.rows import kind_of
 from pipeline.terminal import duration
 from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.logging_process import MOUNT, PROCESS, START, error_of, run_processes
 from support.runs import step_rows
-
-# One process of two that logs steps as training does. The scenario is code that may use run_dir, log, world and steps().
-PROCESS = """
-import os, shutil, subprocess, sys, time
-from datetime import timedelta
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from pipeline.config import config_from_dict
-from pipeline.cluster.world import World
-from pipeline.command_line import run_command
-from pipeline.logs.run_files import write_run_files
-from pipeline.logs.run_log import RunLog
-from pipeline.metrics import record, recording
-from pipeline.stream.schedule import Schedule
-
-folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(1)
-meeting = f"file://{folder}/meeting"
-dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-world = World(rank, size, torch.device("cpu"), 1)
-run_dir = Path(folder) / "run"
-config = config_from_dict(
-    {"output_dir": str(run_dir), "train": {"precision": "fp32", "global_batch_size": 2, "micro_batch_size": 1}, "log": {"every_steps": 5},
-     "checkpoint": {"retry_seconds": float(sys.argv[5])}},
-    "a test",
-)
-
-schedule = Schedule(images=20, global_batch_size=2, epochs=10, max_steps=None)
-
-def take(log, step, data=lambda: None, bad_samples=None, replaced=0):
-    with recording() as metrics:
-        began = time.perf_counter()
-        data()
-        record("data_wait", time.perf_counter() - began, reduce="slowest")
-        record("replaced", replaced, reduce="sum")
-        record("loss", torch.tensor(1.0 + step + rank))
-        for name, value in {"lr": 0.1, "grad_norm": 0.5, "skipped_steps": 0}.items():
-            record(name, value, reduce="max")
-    log.step(step, metrics, bad_samples)
-
-def steps(log, first, last, **more):
-    for step in range(first, last + 1):
-        take(log, step, **more)
-
-def main():
-    run_dir.mkdir(exist_ok=True)
-    scenario = sys.argv[4]
-    exec(scenario, globals())
-    print("went on", flush=True)
-    dist.destroy_process_group()  # with gloo still at work the interpreter may abort at its end
-
-run_command(main)
-"""
-
-START = "log = RunLog(config, world, 0, schedule, 1.0); steps(log, 1, 5)\n"
-MOUNT = "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'none', run_dir], check=True)\n"
-
-
-def run(
-    folder: Path, scenario: str, processes: int = 1, mounts: bool = False, retry_seconds: float = 0
-) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each process."""
-    command = [*(["unshare", "--mount"] if mounts else []), sys.executable, "-c", PROCESS, str(folder)]
-    (folder / "meeting").unlink(missing_ok=True)
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(processes), scenario, str(retry_seconds)],
-            env=clean_environment(PYTHONPATH=str(REPOSITORY)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-    ended = []
-    for process in started:
-        out, err = process.communicate(timeout=PATIENCE)
-        ended.append((process.returncode, out, err))
-    return ended
-
-
-def error_of(ended: tuple[int, str, str]) -> str:
-    """The one line of a process that stopped with a sentence."""
-    code, out, err = ended
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert code == 2 and len(lines) == 1 and "went on" not in out and "Traceback" not in err, f"{code}\n{out}\n{err}"
-    return lines[0]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +37,7 @@ def test_what_was_removed_under_the_run_stops_it_in_every_process(fault: str, na
     """Guards against rows that are lost without a word (as TensorBoard's own writer loses those of a removed file), a thread's traceback,
     and processes that wait for the main one."""
     scenario = START + f"if rank == 0: {fault}\nworld.barrier()\nsteps(log, 6, 9)\nprint('not yet')\nsteps(log, 10, 10)"
-    for ended in run(tmp_path, scenario, processes=2 if "rmtree" in fault else 1):
+    for ended in run_processes(tmp_path, scenario, processes=2 if "rmtree" in fault else 1):
         sentence = error_of(ended)
         assert named in sentence and "was removed while the run went on: restore it and start again" in sentence
         assert "not yet" in ended[1]  # at the next writing, not before: no step waits for the disk
@@ -144,7 +57,7 @@ except OSError: pass
     write = (
         "try:\n    for step in range(6, 60): steps(log, step, step)\nfinally: shutil.copy(run_dir / 'metrics.jsonl', folder)\n"
     )
-    (ended,) = run(tmp_path, MOUNT + START + fill + write, mounts=True)
+    (ended,) = run_processes(tmp_path, MOUNT + START + fill + write, mounts=True)
     sentence = error_of(ended)
     assert (
         "cannot be written: its disk is full (0.0 MB free, No space left on device): free some space and start again"
@@ -155,13 +68,13 @@ except OSError: pass
 
     later = "steps(log, 6, 59); print('still refused'); filler.truncate(0); steps(log, 60, 60)\n"
     copy = "shutil.copy(run_dir / 'metrics.jsonl', folder)\n"
-    (ended,) = run(tmp_path, MOUNT + START + fill + later + copy, mounts=True, retry_seconds=300)
+    (ended,) = run_processes(tmp_path, MOUNT + START + fill + later + copy, mounts=True, retry_seconds=300)
     assert "still refused" in ended[1] and "Until then it is tried again, for 300 s" in ended[2]
     assert [row["step"] for row in step_rows(tmp_path)] == list(range(1, 61))
 
     read_only = "subprocess.run(['mount', '-o', 'remount,ro', run_dir], check=True)\n"
     log = "try: RunLog(config, world, 0, schedule, 1.0)\nexcept ValueError as error: print(error)\n"
-    (ended,) = run(
+    (ended,) = run_processes(
         tmp_path, MOUNT + read_only + log + "write_run_files(config, world, 1, 'precision fp32: a test', 2)", mounts=True
     )
     assert "run/metrics.jsonl cannot be written (Read-only file system): see to its permissions" in ended[1]
@@ -172,7 +85,7 @@ def test_a_resumed_log_has_each_step_once(tmp_path: Path) -> None:
     """Guards against steps that are listed twice after a kill, against a half-written row that ends the next start, and against
     one damaged row that takes all later ones with it."""
     first = "write_run_files(config, world, 1, 'precision fp32: a test', 2)\n" + START + "steps(log, 6, 10); log.close()"
-    assert run(tmp_path, first)[0][0] == 0
+    assert run_processes(tmp_path, first)[0][0] == 0
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text(lines[0] + '{"step": 99' + "\n" + "".join(lines[1:]) + '{"step": 11, "los')
@@ -180,7 +93,9 @@ def test_a_resumed_log_has_each_step_once(tmp_path: Path) -> None:
     second = "os.environ.update(SLURM_JOB_ID='19', SLURM_ARRAY_JOB_ID='17', SLURM_ARRAY_TASK_ID='2')\n"
     second += "write_run_files(config, world, 8, 'precision fp32: a test', 2)\nlog = RunLog(config, world, 7, schedule, 1.0); steps(log, 8, 12); log.flush(to_disk=True)\n"
     damaged = "shutil.copy(run_dir / 'environment.json', folder); (run_dir / 'environment.json').write_text('[{')\n"
-    sentence = error_of(run(tmp_path, second + damaged + "write_run_files(config, world, 8, 'precision fp32: a test', 2)")[0])
+    sentence = error_of(
+        run_processes(tmp_path, second + damaged + "write_run_files(config, world, 8, 'precision fp32: a test', 2)")[0]
+    )
     assert "environment.json is damaged" in sentence and "move it away" in sentence
     starts = json.loads((tmp_path / "environment.json").read_text())
     assert [start["first_step"] for start in starts] == [1, 8]
@@ -205,7 +120,7 @@ steps(log, 1, 4)
 take(log, 5, bad_samples={3: "sample 3 is bad", 7 + rank: f"sample {7 + rank} is bad"}, replaced=2)
 assert log.bad_samples == {n: f"sample {n} is bad" for n in (3, 7, 8)}, log.bad_samples
 """
-    ended = run(tmp_path, scenario, processes=2)
+    ended = run_processes(tmp_path, scenario, processes=2)
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert [(row["bad_samples"], row["replaced"]) for row in step_rows(tmp_path / "run")] == [(3, 0)] * 4 + [(3, 4)]
     warnings = [line for _, _, err in ended for line in err.splitlines() if line.startswith("warning: ")]
@@ -253,7 +168,7 @@ run_log._PACE = 0 if rank == 0 else 1e9
 log = RunLog(config, world, 0, schedule, 1.0)
 steps(log, 1, 6)
 """
-    (code, out, _), (other_code, other, _) = run(tmp_path, scenario, processes=2)
+    (code, out, _), (other_code, other, _) = run_processes(tmp_path, scenario, processes=2)
     assert (code, other_code) == (0, 0) and "step" not in other
     shown = re.findall(r" step (\d)/100 epoch \S+ loss (\S+) (\(this rank's\))?", out)
     assert shown == [(str(step), f"{1 + step:.4f}", "(this rank's)") for step in (1, 2, 3, 4)] + [
@@ -291,7 +206,7 @@ log = RunLog(config, world, 0, schedule, 1.0); steps(log, 1, 5); log.evaluation(
 RunLog(config, world, 5, schedule, 1.0, evaluation_due=DUE).close()
 """
     for due, kinds in ((False, ["step"] * 5 + ["evaluation"] * 2), (True, ["step"] * 5)):
-        assert run(tmp_path, scenario.replace("DUE", str(due)))[0][0] == 0
+        assert run_processes(tmp_path, scenario.replace("DUE", str(due)))[0][0] == 0
         rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
         assert [kind_of(row) for row in rows] == kinds
 
@@ -310,7 +225,7 @@ averaged["model"] = {**averaged["model"], "switches": {"conv_stem": False}}
 Path(averaged["output_dir"]).mkdir()
 RunLog(config_from_dict(averaged, "a test"), world, 0, schedule, 1.0).close()
 """
-    assert run(tmp_path, scenario)[0][0] == 0
+    assert run_processes(tmp_path, scenario)[0][0] == 0
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[5])["class_correct"] == [2, 0]
     glance = {"1_top1": [50.0], "2_loss": [4.0, 9.0], "4_skipped_or_bad": [0, 0], "5_grad_norm": [0.5, 0.5]}
     shown = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
@@ -350,7 +265,7 @@ for step in range(1, 6):
     world.barrier()  # as in a backward pass, where rank 0 waits for rank 1
 log.close()
 """
-    ended = run(tmp_path, scenario, processes=2)
+    ended = run_processes(tmp_path, scenario, processes=2)
     assert [code for code, _, _ in ended] == [0, 0], ended
     rows = step_rows(tmp_path / "run")
     host = os.uname().nodename
