@@ -57,10 +57,19 @@ class Disk:
     def close(self) -> None:
         """Unmount it everywhere: a mount namespace that was made meanwhile, as a local Slurm cluster's node makes one, has a copy of the
         mount, and by that the next mount would find the file system as it is, shut down or read-only."""
-        for process in _one_process_of_each_other_mount_namespace():
-            if f" {self.folder} " in _text(process / "mountinfo"):
-                subprocess.run(["nsenter", f"--mount={process / 'ns' / 'mnt'}", "umount", self.folder], capture_output=True)
+        for process in self._elsewhere():
+            subprocess.run(["nsenter", f"--mount={process / 'ns' / 'mnt'}", "umount", self.folder], capture_output=True)
         self._run("umount", self.folder)
+
+    def _elsewhere(self) -> list[Path]:
+        """A process of each other mount namespace that has it mounted, as its folder of /proc."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # has ended
+                if f" {self.folder} " in (process / "mountinfo").read_text():
+                    found[(process / "ns" / "mnt").stat().st_ino] = process
+        found.pop(Path("/proc/self/ns/mnt").stat().st_ino, None)
+        return list(found.values())
 
     def _mount(self) -> None:
         self._run("mount", "-o", "loop", self._image, self.folder)
@@ -69,18 +78,3 @@ class Disk:
         done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
         if done.returncode:
             raise OSError(f"{words[0]}: {done.stderr.strip()}")
-
-
-def _one_process_of_each_other_mount_namespace() -> list[Path]:
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # has ended
-            found[(process / "ns" / "mnt").stat().st_ino] = process
-    found.pop(Path("/proc/self/ns/mnt").stat().st_ino)
-    return list(found.values())
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text()
-    return ""

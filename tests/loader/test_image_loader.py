@@ -19,12 +19,10 @@ from pipeline.errors import UserError
 from pipeline.loader.epochs import EpochBatches
 from pipeline.loader.loader import Loader
 from pipeline.shards.shard_set import ShardSet
-from support.batches import train_batches
+from support.batches import SAMPLES, SMALL, train_batches
 
-SMALL = {"image_size": 32, "threads": 1, "device": "cpu"}
 CPU = torch.device("cpu")
 MIXED = {"rand_augment_ops": 2, "erasing": 0.25, "mixup": 0.8, "cutmix": 1.0, "mix_group": 4}
-SAMPLES = 1438  # of the digits' train split
 
 
 def ranks_of(shards: Path, world_size: int, batch_size: int, **options) -> list[ImageLoader]:

@@ -10,9 +10,7 @@ import pytest
 
 from pipeline import ImageLoader
 from pipeline.errors import UserError
-
-SMALL = {"image_size": 32, "threads": 1, "device": "cpu"}
-SAMPLES = 1438  # of the digits' train split
+from support.batches import SAMPLES, SMALL
 
 
 @pytest.mark.parametrize(

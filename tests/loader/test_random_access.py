@@ -14,9 +14,9 @@ from PIL import Image
 from pipeline import ImageLoader
 from pipeline.errors import UserError
 from pipeline.shards.shard_set import ShardSet
+from support.batches import SAMPLES
 
 SMALL = {"image_size": 32, "threads": 1, "device": "cpu", "rank": 0, "world_size": 1}
-SAMPLES = 1438  # of the digits' train split
 
 
 def test_random_access(digits_shards: Path, copied_shards: Path) -> None:

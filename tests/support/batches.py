@@ -10,6 +10,9 @@ from pipeline.loader.batches import TrainBatches
 from pipeline.loader.probe import decoding_verdict
 from pipeline.shards.shard_set import ShardSet
 
+SAMPLES = 1438  # of the digits' train split
+SMALL = {"image_size": 32, "threads": 1, "device": "cpu"}  # options of an ImageLoader
+
 
 def train_batches(
     shards: ShardSet,
