@@ -83,7 +83,7 @@ class Training:
         # One group, norms and biases too, as by mmdetection's default; the package's own groups do not let these decay.
         learns = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         group = {"params": [*learns.values()], "names": [*learns], "weight_decay": config.optim.weight_decay, MATRICES: False}
-        optimizer = optimizer_description(self.settings.optim).build([group], self.settings.optim)
+        optimizer = optimizer_description(self.settings.optim).build([group], self.settings.optim, "fp32")
         self.engine: Any = build_engine(model, self.settings, world, optimizer)
         if verified:
             loading.load(self.engine, verified, None, world)

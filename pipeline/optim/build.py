@@ -24,9 +24,10 @@ def optimizer_description(config: OptimConfig) -> OptimizerDescription:
     return OF_PYTORCH.get(config.name) or import_module(f"pipeline.optim.{config.name}").DESCRIPTION
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimizer ``optim.name`` with the groups of :func:`parameter_groups` and a placeholder for the learning rate."""
-    return optimizer_description(config).build(parameter_groups(model, config), config)
+def build_optimizer(model: nn.Module, config: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:
+    """Build the optimizer ``optim.name`` with the groups of :func:`parameter_groups` and a placeholder for the learning rate.
+    ``precision``: "bf16" or "fp32", of the training's matrix products."""
+    return optimizer_description(config).build(parameter_groups(model, config), config, precision)
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:

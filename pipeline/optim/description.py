@@ -37,10 +37,11 @@ class OptimizerDescription:
     passes: float  # numbers that a step reads and writes for each parameter, in memory; an estimate for plans
     kept: StateNames  # what is kept for each parameter once a step was taken
 
-    def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    def build(self, groups: list[dict[str, Any]], config: OptimConfig, precision: str) -> torch.optim.Optimizer:
         """Construct the optimizer for some parameter groups, each with ``params``, ``names``, ``weight_decay`` and :data:`MATRICES`.
 
-        The learning rate is a placeholder: the engine sets each group's before every step.
+        The learning rate is a placeholder: the engine sets each group's before every step. ``precision``: "bf16" or "fp32", of the
+        training's matrix products, for an optimizer that multiplies matrices.
         """
         raise NotImplementedError
 
@@ -53,9 +54,9 @@ class OptimizerDescription:
         none, but the optimizer is made for them."""
         return set()
 
-    def temporaries(self, group: Group, size: float, split: bool) -> float:
+    def temporaries(self, group: Group, size: float, split: bool, precision: str) -> float:
         """Elements of float32 that the update of a group, with ``params``, allocates and frees again; an estimate for plans.
-        ``size``: elements of the group that this rank updates; ``split``: whether ZeRO divides it between ranks."""
+        ``size``: elements of the group that this rank updates; ``split``: whether ZeRO divides it between ranks; ``precision``: as in :meth:`build`."""
         return 0.0
 
     def matrix_flops(self, shape: tuple[int, ...]) -> float:
@@ -78,7 +79,7 @@ class AdamW(OptimizerDescription):
     passes = 7
     kept = StateNames(("exp_avg", "exp_avg_sq"), ("step",))
 
-    def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    def build(self, groups: list[dict[str, Any]], config: OptimConfig, precision: str) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=config.warmup_lr, betas=config.betas, eps=config.eps, fused=True)
 
 
@@ -89,7 +90,7 @@ class SGD(OptimizerDescription):
     passes = 5
     kept = StateNames(("momentum_buffer",))
 
-    def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    def build(self, groups: list[dict[str, Any]], config: OptimConfig, precision: str) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=config.warmup_lr, momentum=config.momentum, nesterov=True, fused=True)
 
 

@@ -101,7 +101,7 @@ def build_engine(model: Model, config: Config, world: World, optimizer: torch.op
     """Wrap the model for training, sharded over the ranks as :func:`zero_stage` says. Collective. ``optimizer``: instead of the
     config's; each of its groups has the ``names`` of its parameters."""
     model.to(world.device)
-    optimizer = optimizer or build_optimizer(model, config.optim)
+    optimizer = optimizer or build_optimizer(model, config.optim, config.train.precision)
     engine: Any
     if zero_stage(config, world.size) == 0:
         engine = PlainEngine(model, optimizer, optimizer_description(config.optim).takes_slices, config, world)

@@ -74,7 +74,7 @@ class ImportedOptimizer(OptimizerDescription):
         except Exception:  # it needs matrices, for example
             self.takes_slices = False
 
-    def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    def build(self, groups: list[dict[str, Any]], config: OptimConfig, precision: str) -> torch.optim.Optimizer:
         try:
             return self._class(groups, lr=config.warmup_lr, **config.options)
         except Exception as error:  # whatever a class of somebody else raises
@@ -83,7 +83,7 @@ class ImportedOptimizer(OptimizerDescription):
             problem = f"optim.name {config.name} cannot be constructed with {given} ({why})"
             raise UserError(problem, "correct optim.options, or choose another optimizer") from None
 
-    def temporaries(self, group: Group, size: float, split: bool) -> float:
+    def temporaries(self, group: Group, size: float, split: bool, precision: str) -> float:
         return size  # PyTorch's documentation of foreach: about one copy of the parameters
 
     def _state_names(self, trial: "_Trial") -> StateNames:
@@ -124,7 +124,7 @@ class _Trial:
         self.tensors = [[nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes] for shapes in _SHAPES]
         names = [[str(shape) for shape in shapes] for shapes in _SHAPES]
         groups = [{"params": p, "names": n, "weight_decay": 0.1 / len(p), MATRICES: False} for p, n in zip(self.tensors, names)]
-        self.optimizer = description.build(groups, config)
+        self.optimizer = description.build(groups, config, "fp32")
         if flat:
             self.tensors = [[nn.Parameter(_flattened(group))] for group in self.tensors]
 

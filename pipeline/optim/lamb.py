@@ -87,10 +87,10 @@ class LambDescription(OptimizerDescription):
     passes = 12
     kept = StateNames(_MOMENTS, ("step",))
 
-    def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    def build(self, groups: list[dict[str, Any]], config: OptimConfig, precision: str) -> torch.optim.Optimizer:
         return Lamb(groups, config.warmup_lr, config.betas, config.eps)
 
-    def temporaries(self, group: Group, size: float, split: bool) -> float:
+    def temporaries(self, group: Group, size: float, split: bool, precision: str) -> float:
         return 2 * size  # denominators and updates
 
     def remark(self, config: OptimConfig) -> str | None:

@@ -22,22 +22,29 @@ _SMALLEST_NORM = 1e-7
 class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
     """PyTorch's ``Muon`` (Jordan et al., 2024) for some parameter groups, PyTorch's ``AdamW`` for the others.
 
-    Momentum with Nesterov's step, orthogonalized by five Newton-Schulz iterations in bf16; decoupled weight decay. The step of an
+    Momentum with Nesterov's step, orthogonalized by five Newton-Schulz iterations; decoupled weight decay. The step of an
     (m, n) matrix is scaled by 0.2 √max(m, n), PyTorch's ``match_rms_adamw`` (Liu et al., "Muon is Scalable for LLM Training", 2025), so
-    that both optimizers share one learning rate and weight decay, those of AdamW.
+    that both optimizers share one learning rate and weight decay, those of AdamW. A training in bf16 iterates in bf16, as PyTorch's
+    does always, one in fp32 in fp32: without bf16 instructions a CPU takes a tenth of the time, and less rounding is amplified.
 
     Orthogonalization needs whole matrices, momentum does not: it is kept in slices, as AdamW's moments are. In every step the slices of
-    the matrices that are split are put together, in bf16, which is what PyTorch's iteration takes. A rank orthogonalizes those
+    the matrices that are split are put together, in the iteration's precision. A rank orthogonalizes those
     matrices that it holds a part of: with ZeRO 1 and 2 its share and the two at its ends, with ZeRO 0 and 3 all of them.
 
     DeepSpeed's own Muon iterates in other precision at every ZeRO stage but 0, and clips the orthogonalized step, not the gradient.
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], lr: float, momentum: float, betas: tuple[float, float], eps: float
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        momentum: float,
+        betas: tuple[float, float],
+        eps: float,
+        iterates: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        self._momentum = momentum
+        self._momentum, self._iterates = momentum, iterates
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -66,15 +73,15 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
         joined = self._joined(group, slices, steps, tensors[0])
         for piece, step in zip(slices, steps):
             matrix = joined[piece.name] if piece.name in joined else step
-            direction = _orthogonalized(matrix.view(piece.shape))
+            direction = _orthogonalized(matrix.view(piece.shape), self._iterates)
             piece.of(piece.tensor).add_(direction.reshape(-1)[piece.start : piece.start + piece.count], alpha=-lr)
 
     def _joined(self, group: dict[str, Any], slices: list[Slice], steps: list[Tensor], like: Tensor) -> dict[str, Tensor]:
-        """The group's matrices that are split over ranks, flattened, in bf16, put together from the ``steps`` of all ranks' slices."""
+        """The group's matrices that are split over ranks, flattened, put together from the ``steps`` of all ranks' slices."""
         names = self.split_names(group)
         if not names:
             return {}
-        flat = torch.zeros(sum(self.shapes[name].numel() for name in names), dtype=torch.bfloat16, device=like.device)
+        flat = torch.zeros(sum(self.shapes[name].numel() for name in names), dtype=self._iterates, device=like.device)
         joined = dict(zip(names, flat.split([self.shapes[name].numel() for name in names])))
         for piece, step in zip(slices, steps):
             if piece.name in joined:
@@ -83,13 +90,13 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
         return joined
 
 
-def _orthogonalized(matrix: Tensor) -> Tensor:
+def _orthogonalized(matrix: Tensor, iterates: torch.dtype) -> Tensor:
     """The nearest semi-orthogonal matrix, approximately, with the scale of AdamW's step: (m, n) -> (m, n) float32.
 
-    The arithmetic is that of ``torch.optim.Muon``, whose own function for it is private.
+    The arithmetic is that of ``torch.optim.Muon``, in ``iterates`` instead of always in bf16; its own function for it is private.
     """
     rows, columns = matrix.shape
-    x = matrix.to(torch.bfloat16)
+    x = matrix.to(iterates)
     x = x.T if rows > columns else x
     x = x / x.norm().clamp(min=_SMALLEST_NORM)
     for _ in range(_ITERATIONS):
@@ -105,8 +112,9 @@ class MuonDescription(AdamW):
     title = "Muon"
     passes = 8
 
-    def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-        return MuonAdamW(groups, config.warmup_lr, config.momentum, config.betas, config.eps)
+    def build(self, groups: list[dict[str, Any]], config: OptimConfig, precision: str) -> torch.optim.Optimizer:
+        iterates = torch.bfloat16 if precision == "bf16" else torch.float32
+        return MuonAdamW(groups, config.warmup_lr, config.momentum, config.betas, config.eps, iterates)
 
     def state(self, group: Group) -> StateNames:
         return StateNames(_KEPT, ("step",)) if group[MATRICES] else super().state(group)
@@ -122,11 +130,11 @@ class MuonDescription(AdamW):
             raise UserError(f"{must}, {got}", "set optim.name=adamw")
         return names
 
-    def temporaries(self, group: Group, size: float, split: bool) -> float:
+    def temporaries(self, group: Group, size: float, split: bool, precision: str) -> float:
         if not group[MATRICES]:
-            return super().temporaries(group, size, split)
+            return super().temporaries(group, size, split, precision)
         sizes = [parameter.numel() for parameter in group["params"]]
-        joined = 0.5 * sum(sizes) if split else 0.0  # split matrices put together, in bf16
+        joined = sum(sizes) * (0.5 if precision == "bf16" else 1.0) if split else 0.0  # split matrices put together
         return size + joined + 5 * max(sizes)  # updates; scratch and iterates of one matrix
 
     def matrix_flops(self, shape: tuple[int, ...]) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from pipeline.config import OptimConfig
+from pipeline.config import Config
 from pipeline.kernels import chunked
 from pipeline.kernels.peripheral import aligned_width, biased_attention, fits_kernels, packed_attention
 from pipeline.models import convit
@@ -222,10 +222,10 @@ class EngineMemory:
     ===== ====================================================================================================================
     """
 
-    def __init__(self, trace: Trace, model: nn.Module, optim: OptimConfig, layout: Layout) -> None:
+    def __init__(self, trace: Trace, model: nn.Module, config: Config, layout: Layout) -> None:
         self._new, self._trace, self._layout, self._stage = trace.new, trace, layout, layout.stage
-        self.optimizer = optimizer_description(optim)
-        self._groups = [group for group in parameter_groups(model, optim) if group["params"]]
+        self.optimizer, self._precision = optimizer_description(config.optim), config.train.precision
+        self._groups = [group for group in parameter_groups(model, config.optim) if group["params"]]
         self.parameters: list[Tensor] = [parameter for group in self._groups for parameter in group["params"]]
         self._every, kept = list(model.parameters()), [len(self.optimizer.state(group).tensors) for group in self._groups]
         # Of the whole run, before ZeRO 3 empties the parameters.
@@ -306,7 +306,7 @@ class EngineMemory:
                 weight.data = torch.empty(0)
         for group, size in zip(self._groups, self._shards):
             gradient = self._new(size if self._stage else 0, GRADIENTS)
-            self._new(self.optimizer.temporaries(group, size, self._stage > 0), TEMPORARIES)
+            self._new(self.optimizer.temporaries(group, size, self._stage > 0, self._precision), TEMPORARIES)
             del gradient
         self._sums = None
         for parameter in self.parameters:

@@ -197,6 +197,6 @@ def _optimizer_seconds(subject: Subject, step: TracedStep, rates: Rates) -> floa
     moved += (4 if stage else 2) * count  # into buckets, out of flat shards; without ZeRO into a flat tensor
     seconds = 4 * moved / rates.copies
     if step.optimizer_flops:
-        dtype = torch.bfloat16 if subject.gpu and subject.gpu.bf16_flops else torch.float32
+        dtype = torch.bfloat16 if subject.precision == "bf16" else torch.float32
         seconds += rates.seconds(Operator("mm", PRODUCT, step.optimizer_flops, (), (), 0, dtype))
     return seconds

@@ -145,7 +145,7 @@ def _fake_run(config: Config, layout: Layout) -> Iterator[tuple[VisionModel, Eng
         with trace.labelled(PARAMETERS):
             model = model.to_empty(device="cpu")
         with forms_of(trace, model, layout), _phi_labelled(model, trace):
-            engine = EngineMemory(trace, model, config.optim, layout)
+            engine = EngineMemory(trace, model, config, layout)
             try:
                 yield model, engine, trace
             except (RuntimeError, NotImplementedError, TypeError) as error:
