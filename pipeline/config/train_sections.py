@@ -129,7 +129,7 @@ class OptimConfig(Section):
     """AdamW (Loshchilov & Hutter, 2019), LAMB, Muon, SGD or any other; norms, biases and other 1-D parameters are not decayed."""
 
     name: Annotated[Text, Field(max_length=200)] = "adamw"
-    """The optimizer. adamw. lamb: of large batches and DeiT III, with clip_grad_norm 1.0 as timm's and apex's. muon: for the matrices of the blocks, AdamW for all else. sgd: with Nesterov's momentum, as timm's. `module:Class`: any class of `torch.optim.Optimizer`, such as `torch.optim:NAdam`, or one in a file in the current folder or on PYTHONPATH."""
+    """The optimizer. adamw. lamb: of large batches and DeiT III, with clip_grad_norm 1.0 as timm's and apex's. muon: for the matrices of the blocks and for convolutions, AdamW for all else. sgd: with Nesterov's momentum, as timm's. `module:Class`: any class of `torch.optim.Optimizer`, such as `torch.optim:NAdam`, or one in a file in the current folder or on PYTHONPATH."""
     options: PlainValues = {}
     """With `module:Class`: arguments of its constructor beside lr, such as `{betas: [0.9, 0.99]}`. It keeps its own defaults for the others: betas, momentum and eps below are those of the built-in optimizers. weight_decay works as the class defines it."""
     lr: PositiveRate = 5e-4

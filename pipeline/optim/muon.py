@@ -1,4 +1,4 @@
-"""Step with Muon for the matrices of the blocks and AdamW for all else, for parameters that are split over ranks."""
+"""Step with Muon for matrices and AdamW for all else, for parameters that are split over ranks."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -17,10 +17,12 @@ _KEPT = ("momentum_buffer",)  # for a matrix
 _ITERATIONS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic iteration (Jordan et al., 2024)
 _SMALLEST_NORM = 1e-7
+_COLOURS = 3  # channels of an image
 
 
 class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
-    """PyTorch's ``Muon`` (Jordan et al., 2024) for some parameter groups, PyTorch's ``AdamW`` for the others.
+    """PyTorch's ``Muon`` (Jordan et al., 2024) for some parameter groups, PyTorch's ``AdamW`` for the others. A convolution's weight is
+    a matrix of (output channels, input channels x height x width).
 
     Momentum with Nesterov's step, orthogonalized by five Newton-Schulz iterations; decoupled weight decay. The step of an
     (m, n) matrix is scaled by 0.2 √max(m, n), PyTorch's ``match_rms_adamw`` (Liu et al., "Muon is Scalable for LLM Training", 2025), so
@@ -73,7 +75,7 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
         joined = self._joined(group, slices, steps, tensors[0])
         for piece, step in zip(slices, steps):
             matrix = joined[piece.name] if piece.name in joined else step
-            direction = _orthogonalized(matrix.view(piece.shape), self._iterates)
+            direction = _orthogonalized(matrix.view(piece.shape[0], -1), self._iterates)
             piece.of(piece.tensor).add_(direction.reshape(-1)[piece.start : piece.start + piece.count], alpha=-lr)
 
     def _joined(self, group: dict[str, Any], slices: list[Slice], steps: list[Tensor], like: Tensor) -> dict[str, Tensor]:
@@ -107,7 +109,7 @@ def _orthogonalized(matrix: Tensor, iterates: torch.dtype) -> Tensor:
 
 
 class MuonDescription(AdamW):
-    """Muon: a momentum for the matrices of the blocks, AdamW's moments for the rest."""
+    """Muon: a momentum for matrices, AdamW's moments for the rest."""
 
     title = "Muon"
     passes = 8
@@ -120,10 +122,17 @@ class MuonDescription(AdamW):
         return StateNames(_KEPT, ("step",)) if group[MATRICES] else super().state(group)
 
     def matrices(self, model: nn.Module) -> set[str]:
-        """Weights of the linear layers between stem and classifier, for which Muon is made (Jordan et al., 2024)."""
-        linear = (name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each.weight.requires_grad)
+        """Weights of the linear layers between stem and classifier, and of dense convolutions but those of the image, for which Muon
+        is made (Jordan et al., 2024)."""
         last = model.num_layers - 1  # type: ignore[operator]
-        names = {f"{name}.weight" for name in linear if 0 < model.layer_of(f"{name}.weight") < last}  # type: ignore[operator]
+        weights = ((f"{name}.weight", each) for name, each in model.named_modules() if isinstance(each, (nn.Linear, nn.Conv2d)))
+        names = {
+            weight
+            for weight, each in weights
+            if each.weight.requires_grad
+            and (layer := model.layer_of(weight)) < last  # type: ignore[operator]
+            and (layer > 0 if isinstance(each, nn.Linear) else each.groups == 1 and each.in_channels > _COLOURS)
+        }
         if not names:
             got = f"got {type(model).__name__}, which has none"
             must = "optim.name=muon requires a model with weight matrices in its blocks"
@@ -138,9 +147,9 @@ class MuonDescription(AdamW):
         return size + joined + 5 * max(sizes)  # updates; scratch and iterates of one matrix
 
     def matrix_flops(self, shape: tuple[int, ...]) -> float:
-        if len(shape) != 2:
+        if len(shape) < 2:
             return 0.0
-        small, large = sorted(shape)  # each iteration: X Xᵀ, its square, and their product with X
+        small, large = sorted((shape[0], math.prod(shape[1:])))  # each iteration: X Xᵀ, its square, and their product with X
         return _ITERATIONS * 2 * (2 * small * small * large + small**3)
 
     def summary(self, parameters: Mapping[str, nn.Parameter], matrices: set[str]) -> str:

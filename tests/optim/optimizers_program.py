@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from pipeline.checkpoint.folder import step_folder
@@ -48,6 +49,12 @@ def small_model() -> DeiT:
     """Two blocks whose sizes no number of ranks divides."""
     torch.manual_seed(0)
     return DeiT(ViTLayout(heads=3, width=15, depth=2, mlp_ratio=2), num_classes=4, image_size=32)
+
+
+def with_convolutions(model: DeiT) -> DeiT:
+    """The model with two convolutions before its patches, the second one a matrix for Muon."""
+    model.patch_embedding = nn.Sequential(nn.Conv2d(3, 7, 3, padding=1), nn.Conv2d(7, 3, 3, padding=1), model.patch_embedding)
+    return model
 
 
 def small_config(optimizer: str, stage: int, world_size: int) -> Config:
@@ -85,7 +92,7 @@ def main() -> int:
     for name in OPTIMIZERS:
         for stage in STAGES[world.size]:
             config = small_config(name, stage, world.size)
-            engine = build_engine(small_model(), config, world)
+            engine = build_engine(with_convolutions(small_model()), config, world)
             run = folder / f"{name}-{world.size}-{stage}"
             saver = Saver(run, world, config.checkpoint, Agreement(50))
             for first in (0, HALF):
