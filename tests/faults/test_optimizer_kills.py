@@ -41,7 +41,7 @@ class Case:
 ADAM = {"exp_avg", "exp_avg_sq", "step"}
 CASES = {
     "lamb": Case(("optim.name=lamb", LAYERS), "LAMB, learning rate times 0.8 per layer below the last of 6", 1e-4, 1e-3, ((2, 2), (1, 0), (3, 3)), (ADAM,)),
-    "muon": Case(("optim.name=muon", LAYERS), "Muon for 16 matrices (", 0.02, 0.05, ((2, 2), (1, 0), (3, 3)), (ADAM, {"momentum_buffer", "step"})),
+    "muon": Case(("optim.name=muon", LAYERS), "Muon for 28 matrices (", 0.02, 0.05, ((2, 2), (1, 0), (3, 3)), (ADAM, {"momentum_buffer", "step"})),
     "nadam": Case(("optim.name=torch.optim:NAdam", "optim.options={momentum_decay: 0.01}"), "NAdam", 1e-4, 1e-3, ((2, 0), (1, 0), (2, 1)), ({*ADAM, "mu_product"},)),
     "lion": Case(("optim.name=support.lion:Lion", "optim.lr=1e-4"), "Lion", 0.01, 0.02, ((2, 0), (1, 0), (2, 1)), ({"momentum"},)),
 }  # fmt: skip
