@@ -43,7 +43,7 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
         momentum: float,
         betas: tuple[float, float],
         eps: float,
-        iterates: torch.dtype = torch.bfloat16,
+        iterates: torch.dtype,
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self._momentum, self._iterates = momentum, iterates

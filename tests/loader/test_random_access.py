@@ -14,14 +14,14 @@ from PIL import Image
 from pipeline import ImageLoader
 from pipeline.errors import UserError
 from pipeline.shards.shard_set import ShardSet
-from support.batches import SAMPLES
+from support.batches import SAMPLES, SMALL
 
-SMALL = {"image_size": 32, "threads": 1, "device": "cpu", "rank": 0, "world_size": 1}
+ALONE = {**SMALL, "rank": 0, "world_size": 1}
 
 
 def test_random_access(digits_shards: Path, copied_shards: Path) -> None:
     """Guards against another sample's image or label, also in workers of a DataLoader that are started anew."""
-    loader = ImageLoader(digits_shards, batch_size=48, augment={}, seed=7, **SMALL)
+    loader = ImageLoader(digits_shards, batch_size=48, augment={}, seed=7, **ALONE)
     data, shards = loader.random_access, ShardSet(digits_shards, "train")
     loader.close()
     copy = pickle.loads(pickle.dumps(data))
@@ -34,7 +34,7 @@ def test_random_access(digits_shards: Path, copied_shards: Path) -> None:
         assert label == shards.samples["label"][index] and type(label) is int
     with pytest.raises(IndexError):
         data[SAMPLES]
-    labelled = ImageLoader(copied_shards, batch_size=48, augment={}, seed=7, labels=np.ones((SAMPLES, 2)), **SMALL)
+    labelled = ImageLoader(copied_shards, batch_size=48, augment={}, seed=7, labels=np.ones((SAMPLES, 2)), **ALONE)
     with next(copied_shards.glob("train-*0.tar")).open("r+b") as tar:
         tar.seek(int(shards.samples["offset"][3]))
         tar.write(b"\0" * 8)
