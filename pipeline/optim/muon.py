@@ -122,20 +122,18 @@ class MuonDescription(AdamW):
         return StateNames(_KEPT, ("step",)) if group[MATRICES] else super().state(group)
 
     def matrices(self, model: nn.Module) -> set[str]:
-        """Weights of the linear layers between stem and classifier, and of dense convolutions but those of the image, for which Muon
-        is made (Jordan et al., 2024)."""
-        last = model.num_layers - 1  # type: ignore[operator]
-        weights = ((f"{name}.weight", each) for name, each in model.named_modules() if isinstance(each, (nn.Linear, nn.Conv2d)))
+        """Weights of linear layers and of dense convolutions, but those of the image and of the classifier, for which Muon is not made
+        (Jordan et al., 2024)."""
+        heads: tuple[str, ...] = model.head_names  # type: ignore[assignment]
         names = {
-            weight
-            for weight, each in weights
-            if each.weight.requires_grad
-            and (layer := model.layer_of(weight)) < last  # type: ignore[operator]
-            and (layer > 0 if isinstance(each, nn.Linear) else each.groups == 1 and each.in_channels > _COLOURS)
+            f"{name}.weight"
+            for name, each in model.named_modules()
+            if isinstance(each, (nn.Linear, nn.Conv2d)) and each.weight.requires_grad and not f"{name}.".startswith(heads)
+            if isinstance(each, nn.Linear) or (each.groups == 1 and each.in_channels > _COLOURS)
         }
         if not names:
             got = f"got {type(model).__name__}, which has none"
-            must = "optim.name=muon requires a model with weight matrices in its blocks"
+            must = "optim.name=muon requires a model with weight matrices before its classifier"
             raise UserError(f"{must}, {got}", "set optim.name=adamw")
         return names
 

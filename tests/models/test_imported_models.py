@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.weights import describe
-from pipeline.config import config_from_dict
+from pipeline.config import OptimConfig, config_from_dict
 from pipeline.errors import UserError
 from pipeline.exporting.graph import trace
 from pipeline.inference.trained import load
@@ -20,6 +20,7 @@ from pipeline.models.registry import installed_models
 from pipeline.models.weights.exported import write_exported
 from pipeline.models.weights.timm_folder import timm_form
 from pipeline.optim.build import parameter_groups
+from pipeline.optim.description import MATRICES
 from support.subjects import subject_of
 from support.their_nets import Net
 
@@ -56,6 +57,8 @@ def test_what_others_ask_of_a_model_works_with_it() -> None:
     assert torch.equal(model.net.stem.weight, weights["stem.weight"])
     config = config_from_dict({"model": {"name": NET}}, "the test")
     assert sum(len(group["params"]) for group in parameter_groups(model, config.optim)) == len(list(model.parameters()))
+    matrices = [group for group in parameter_groups(model, OptimConfig(name="muon")) if group[MATRICES]]
+    assert matrices and not {"net.stem.weight", "net.fc.weight"} & {name for group in matrices for name in group["names"]}
     row = count(NET, 16, 5)
     assert row.params == sum(p.numel() for p in Net(5).parameters()) and row.gmacs > 0
     trace(subject_of(create_model(NET, 5, 16), NET, 16, 5))

@@ -250,7 +250,7 @@ class OneLayer(VisionModel):
     [
         (
             {"name": "muon"},
-            "optim.name=muon requires a model with weight matrices in its blocks, got OneLayer, which has none: set optim.name=adamw.",
+            "optim.name=muon requires a model with weight matrices before its classifier, got OneLayer, which has none: set optim.name=adamw.",
         ),
         (
             {"layer_decay": 0.7},
