@@ -11,7 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import ValidationError
+
 from pipeline.checkpoint.folder import FETCHED
+from pipeline.config import DataConfig
 from pipeline.runs import CHECKPOINTS, ENVIRONMENT, LOCK, METRICS
 from pipeline.runs.files import Holder, RunFiles
 from pipeline.runs.rows import Row, is_count, is_number, kind_of, last_rows
@@ -39,6 +42,9 @@ class State:
     holder: Holder | None = None  # who trains, or ended without releasing the folder
     silence: float | None = None  # seconds since the last activity; None before there is any
     seconds_per_step: float | None = None  # by this start's latest rows, evaluations and saves included; None before two
+    seconds_left: float | None = (
+        None  # at that pace, images of other sizes considered; None if not told, or the run does not go on
+    )
 
     @property
     def alive(self) -> bool:
@@ -48,13 +54,6 @@ class State:
     @property
     def finished(self) -> bool:
         return self.name == "finished"
-
-    @property
-    def seconds_left(self) -> float | None:
-        """At the pace so far; None if that cannot be told, or the run does not go on."""
-        if self.name != "running" or self.last_step is None or self.seconds_per_step is None:
-            return None
-        return max(0, self.last_step - self.step) * self.seconds_per_step
 
     def __str__(self) -> str:
         """In a few words, such as "stopped at step 40 of 100"."""
@@ -88,15 +87,17 @@ def state_of(files: RunFiles, now: float | None = None) -> State:
         name = "stopped" if ended else "killed"
     else:
         name = "stopped" if steps else "waiting"
+    step = max(steps, default=0)
     return State(
         name=name,
-        step=max(steps, default=0),
+        step=step,
         last_step=last_step,
         saved=saved.state.step if saved else None,
         reason=str(ended.get("reason", "")) if ended else "",
         holder=files.holder,
         silence=silence,
         seconds_per_step=pace,
+        seconds_left=pace * _steps_left(files, rows, step, last_step) if pace and last_step and name == "running" else None,
     )
 
 
@@ -129,6 +130,20 @@ def _pace(files: RunFiles, rows: list[Row]) -> float | None:
     if len(taken) < 2 or taken[-1]["step"] == taken[0]["step"]:
         return None
     return (taken[-1]["time"] - taken[0]["time"]) / (taken[-1]["step"] - taken[0]["step"])
+
+
+def _steps_left(files: RunFiles, rows: list[Row], step: int, last_step: int) -> float:
+    """How many steps with images of the present size those to come are like: by ``data.size_schedule`` some may take longer."""
+    left, side = float(max(0, last_step - step)), files.number("model.image_size")
+    newest = next((row for row in reversed(rows) if row["step"] and is_number(row.get("epoch")) and row["epoch"] > 0), None)
+    with suppress(ValidationError):  # a config that was damaged
+        data = DataConfig.model_validate({"size_schedule": files.value("data.size_schedule") or []})
+        if newest and side and left:
+            now, end = (newest["epoch"] / newest["step"] * at for at in (step, last_step))
+            left *= (data.area_until(end, int(side)) - data.area_until(now, int(side))) / (
+                data.side_at(int(now), int(side)) ** 2 * (end - now)
+            )
+    return left
 
 
 def _silence(files: RunFiles, rows: list[Row], now: float) -> float | None:

@@ -136,6 +136,16 @@ def test_a_clock_that_was_set(hours: int, tmp_path: Path) -> None:
     assert state(run, NOW + 4 * 3600).name == "killed"
 
 
+@pytest.mark.parametrize(("schedule", "seconds"), [("[]", 5), ("[[0, 16], [2, 32]]", 2 + 4 * 3), ("[[0, -1]]", 5)])
+def test_larger_images_take_longer(schedule: str, seconds: float, tmp_path: Path) -> None:
+    """Guards against half of the true time left, where data.size_schedule makes images larger later; a damaged one counts as none."""
+    run = write(tmp_path / "run", 0, START, host="node7")
+    rows = [{"step": step, "time": NOW - 20 - (15 - step), "epoch": step / 8.5, "lr": 0.1} for step in range(1, 16)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "config.yaml").write_text(f"model: {{image_size: 32}}\ndata: {{size_schedule: {schedule}}}\n")
+    assert state(run).seconds_left == pytest.approx(seconds)  # epoch 2 begins at step 17
+
+
 def test_evaluations_of_many_classes(tmp_path: Path) -> None:
     """Guards against a run that is "not begun" because the end of its log, as far as it is read, is within an evaluation's row: that of
     100,000 classes has 600 kB."""
