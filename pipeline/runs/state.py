@@ -42,9 +42,7 @@ class State:
     holder: Holder | None = None  # who trains, or ended without releasing the folder
     silence: float | None = None  # seconds since the last activity; None before there is any
     seconds_per_step: float | None = None  # by this start's latest rows, evaluations and saves included; None before two
-    seconds_left: float | None = (
-        None  # at that pace, images of other sizes considered; None if not told, or the run does not go on
-    )
+    seconds_left: float | None = None  # by that pace and the sizes of the images; None if unknown, or it does not go on
 
     @property
     def alive(self) -> bool:
@@ -138,7 +136,7 @@ def _steps_left(files: RunFiles, rows: list[Row], step: int, last_step: int) -> 
     newest = next((row for row in reversed(rows) if row["step"] and is_number(row.get("epoch")) and row["epoch"] > 0), None)
     with suppress(ValidationError):  # a config that was damaged
         data = DataConfig.model_validate({"size_schedule": files.value("data.size_schedule") or []})
-        if newest and side and left:
+        if newest and side and side >= 1 and left:
             now, end = (newest["epoch"] / newest["step"] * at for at in (step, last_step))
             left *= (data.area_until(end, int(side)) - data.area_until(now, int(side))) / (
                 data.side_at(int(now), int(side)) ** 2 * (end - now)
