@@ -71,6 +71,11 @@ class DataConfig(Section):
         ends = [begin for begin, _ in self.size_schedule] + [epoch]
         return sum(max(0.0, min(epoch, end) - begin) * side**2 for (begin, side), end in zip(parts, ends))
 
+    def seconds_left(self, seconds: float, epochs: tuple[float, float, float], image_size: int) -> float:
+        """How long training takes from the second of three epochs to the third, if it took ``seconds`` from the first to the second."""
+        begun, done, whole = (self.area_until(epoch, image_size) for epoch in epochs)
+        return seconds * (whole - done) / (done - begun)
+
     def misfits(self) -> Iterator[str]:
         epochs = [epoch for epoch, _ in self.size_schedule]
         if epochs != sorted(set(epochs)):

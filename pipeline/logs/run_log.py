@@ -247,9 +247,9 @@ class RunLog:
         assert self._pace  # from the first step on
         (first, began), left = self._pace, ""
         if first < step < self._last_step:  # with evaluations and checkpoints, without this start's first step, which is slow
-            area, side = self._config.data.area_until, self._config.model.image_size
-            done, now, whole = (area(self._schedule.epoch(at), side) for at in (first, step, self._last_step))
-            left = f"{duration((time.perf_counter() - began) * (whole - now) / (now - done))} left"
+            epochs = (self._schedule.epoch(first), self._schedule.epoch(step), self._schedule.epoch(self._last_step))
+            took, side = time.perf_counter() - began, self._config.model.image_size
+            left = f"{duration(self._config.data.seconds_left(took, epochs, side))} left"
         self.say(shortened([begin, *parts, left], least, sys.stdout))
 
 

@@ -95,7 +95,7 @@ def state_of(files: RunFiles, now: float | None = None) -> State:
         holder=files.holder,
         silence=silence,
         seconds_per_step=pace,
-        seconds_left=pace * _steps_left(files, rows, step, last_step) if pace and last_step and name == "running" else None,
+        seconds_left=_seconds_left(files, rows, pace, step, last_step) if pace and last_step and name == "running" else None,
     )
 
 
@@ -130,18 +130,15 @@ def _pace(files: RunFiles, rows: list[Row]) -> float | None:
     return (taken[-1]["time"] - taken[0]["time"]) / (taken[-1]["step"] - taken[0]["step"])
 
 
-def _steps_left(files: RunFiles, rows: list[Row], step: int, last_step: int) -> float:
-    """How many steps with images of the present size those to come are like: by ``data.size_schedule`` some may take longer."""
-    left, side = float(max(0, last_step - step)), files.number("model.image_size")
+def _seconds_left(files: RunFiles, rows: list[Row], pace: float, step: int, last_step: int) -> float:
+    """At a pace, the seconds of a step of the newest row's images; by ``data.size_schedule`` later ones may take longer."""
     newest = next((row for row in reversed(rows) if row["step"] and is_number(row.get("epoch")) and row["epoch"] > 0), None)
+    data, side = DataConfig(), int(files.number("model.image_size") or 0) or 1
     with suppress(ValidationError):  # a config that was damaged
         data = DataConfig.model_validate({"size_schedule": files.value("data.size_schedule") or []})
-        if newest and side and side >= 1 and left:
-            now, end = (newest["epoch"] / newest["step"] * at for at in (step, last_step))
-            left *= (data.area_until(end, int(side)) - data.area_until(now, int(side))) / (
-                data.side_at(int(now), int(side)) ** 2 * (end - now)
-            )
-    return left
+    per_step = newest["epoch"] / newest["step"] if newest else 1.0
+    epochs = ((step - 1) * per_step, step * per_step, max(step, last_step) * per_step)
+    return data.seconds_left(pace, epochs, side)
 
 
 def _silence(files: RunFiles, rows: list[Row], now: float) -> float | None:
